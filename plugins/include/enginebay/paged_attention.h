@@ -1,0 +1,56 @@
+/* PagedAttention: per-head norm, RoPE, cache write and attention over a block table (plugins/ops.py). */
+#ifndef ENGINEBAY_PAGED_ATTENTION_H
+#define ENGINEBAY_PAGED_ATTENTION_H
+
+#include "abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct eb_paged_attention_desc {
+  int32_t num_heads, num_kv_heads, head_dim;
+  int32_t block_size;       /* tokens of a block */
+  int32_t num_blocks;       /* blocks of the pool; an id outside is an invalid argument */
+  int32_t table_width;      /* W */
+  int32_t rotary_dim;       /* R; 0: no RoPE */
+  int32_t rope_positions;   /* P */
+  int32_t rope_interleaved, causal, window;
+  float scale, softcap, norm_epsilon;
+  eb_dtype io_dtype;        /* of qkv and attention */
+  eb_dtype cache_dtype;
+} eb_paged_attention_desc;
+
+typedef struct eb_paged_attention_args {
+  int64_t tokens;               /* T */
+  int64_t sequences;            /* B */
+  const void* qkv;              /* [T, (Hq+2*Hkv)*D] */
+  void* cache;                  /* [blocks, 2, block_size, Hkv, D], written in place */
+  const int32_t* query_start;   /* [B+1]; rows from query_start[B] on are padding and come out as zeros */
+  const int32_t* kv_len;        /* [B]; 0: a padding sequence */
+  const int32_t* block_table;   /* [B, W] */
+  const int32_t* slot_mapping;  /* [T]; block*block_size + offset; -1 writes nothing */
+  const int32_t* position_ids;  /* [T] */
+  const float* rope_cos;        /* [P, R/2] or NULL */
+  const float* rope_sin;
+  const float* q_norm;          /* [D] or NULL */
+  const float* k_norm;
+  const float* sinks;           /* [Hq] or NULL */
+  void* attention;              /* [T, Hq*D] */
+} eb_paged_attention_args;
+
+/* Ints of the plan and bytes of workspace for this step (host pointers to query_start and kv_len). */
+EB_API eb_status eb_paged_attention_plan_size(const eb_context* context, const eb_paged_attention_desc* desc,
+                                              int64_t tokens, int64_t sequences, size_t* plan_ints,
+                                              size_t* workspace_bytes);
+EB_API eb_status eb_paged_attention_plan(const eb_context* context, const eb_paged_attention_desc* desc,
+                                         int64_t tokens, int64_t sequences, const int32_t* query_start,
+                                         const int32_t* kv_len, int32_t* plan, size_t plan_ints);
+EB_API eb_status eb_paged_attention_run(const eb_context* context, const eb_paged_attention_desc* desc,
+                                        const eb_paged_attention_args* args, const int32_t* plan,
+                                        size_t plan_ints, void* workspace, size_t workspace_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,52 @@
+/* QuantLinear: y = x.W^T + bias over packed weights (plugins/ops.py).
+ *
+ * Packing is a property of the device: eb_quant_linear_pack turns plain weights into this library's layout,
+ * documented beside the kernel, and eb_quant_linear_layout names it with a version for the manifest. */
+#ifndef ENGINEBAY_QUANT_LINEAR_H
+#define ENGINEBAY_QUANT_LINEAR_H
+
+#include "abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct eb_quant_linear_desc {
+  int32_t in_features, out_features; /* K, N */
+  eb_dtype format;                   /* of the weights: EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4, EB_F8E4M3 */
+  int32_t block_size;                /* along K; 0 for float formats */
+  int32_t symmetric;                 /* 0: a minimum beside each scale */
+  eb_dtype io_dtype;                 /* of x and y */
+} eb_quant_linear_desc;
+
+/* Quantised weights before packing. Float formats use `values` alone, in their own dtype.
+ *   values  [N, K]: float formats: that dtype; EB_I8: int8; EB_I4: one value 0..15 per byte
+ *   scales  [N, K/block] fp32, w = scale*(q - 8) for symmetric I4, scale*q for I8
+ *   minimums [N, K/block] fp32, w = scale*q + minimum where symmetric is 0 */
+typedef struct eb_quant_linear_weights {
+  const void* values;
+  const float* scales;
+  const float* minimums;
+} eb_quant_linear_weights;
+
+EB_API const char* eb_quant_linear_layout(const eb_quant_linear_desc* desc);
+EB_API eb_status eb_quant_linear_packed_bytes(const eb_context* context, const eb_quant_linear_desc* desc,
+                                              size_t* bytes);
+EB_API eb_status eb_quant_linear_pack(const eb_context* context, const eb_quant_linear_desc* desc,
+                                      const eb_quant_linear_weights* weights, void* packed, size_t bytes);
+/* fp32 [N, K] out of packed weights: what the kernel multiplies by, for tests and reports. */
+EB_API eb_status eb_quant_linear_unpack(const eb_context* context, const eb_quant_linear_desc* desc,
+                                        const void* packed, size_t bytes, float* weights);
+EB_API eb_status eb_quant_linear_workspace_size(const eb_context* context, const eb_quant_linear_desc* desc,
+                                                int64_t rows, size_t* workspace_bytes);
+EB_API eb_status eb_quant_linear_run(const eb_context* context, const eb_quant_linear_desc* desc,
+                                     int64_t rows, const void* x, const void* packed, size_t packed_bytes,
+                                     const float* bias, void* y, void* workspace, size_t workspace_bytes);
+/* y[i] = W[ids[i]], [rows, K]; an id outside [0, N) is an invalid argument. */
+EB_API eb_status eb_embedding_run(const eb_context* context, const eb_quant_linear_desc* desc, int64_t rows,
+                                  const int32_t* ids, const void* packed, size_t packed_bytes, void* y);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,166 @@
+"""The op table: the single truth of every EngineBay operator.
+
+The exporter emits the canonical ops, the builder lowers to the others, the kernel libraries report the
+versions they implement and `enginebay.plugins.load` refuses a library whose table differs from this one.
+
+Shapes are symbolic: T tokens of a step (all sequences, one after another), B sequences, W width of the
+block table, Hq and Hkv query and key/value heads, D head size, R rotary size, P positions in a RoPE table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DOMAIN = "enginebay"
+OPSET = 1
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Param:
+    """One input or output: its name, the dtypes it may have and its symbolic shape."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[str, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One attribute. `default` None means that the graph must state it."""
+
+    name: str
+    default: int | float | str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator of the `enginebay` domain.
+
+    `canonical` ops appear in exported graphs; the others only in engines, put there by a lowering.
+    `aliases` maps an output to the input whose buffer it must be (the op writes in place).
+    """
+
+    name: str
+    version: int
+    doc: str
+    inputs: tuple[Param, ...]
+    outputs: tuple[Param, ...]
+    attributes: tuple[Attribute, ...] = ()
+    canonical: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def input_index(self, name: str) -> int:
+        """Position of the input called `name`; KeyError where the op has none."""
+        for index, param in enumerate(self.inputs):
+            if param.name == name:
+                return index
+        raise KeyError(f"op {self.name} has no input '{name}'; it has {[p.name for p in self.inputs]}")
+
+
+PAGED_ATTENTION = Op(
+    name="PagedAttention",
+    version=1,
+    doc="Per-head q/k norm, RoPE, write of k and v into the paged cache, then attention over the block table.",
+    canonical=True,
+    inputs=(
+        Param("qkv", FLOATS, ("T", "(Hq+2*Hkv)*D")),
+        Param("cache", FLOATS, ("blocks", "2", "block_size", "Hkv", "D")),
+        Param("query_start", ("int32",), ("B+1",)),
+        Param("kv_len", ("int32",), ("B",)),
+        Param("block_table", ("int32",), ("B", "W")),
+        Param("slot_mapping", ("int32",), ("T",)),
+        Param("position_ids", ("int32",), ("T",)),
+        Param("rope_cos", ("float32",), ("P", "R/2"), optional=True),
+        Param("rope_sin", ("float32",), ("P", "R/2"), optional=True),
+        Param("q_norm", ("float32",), ("D",), optional=True),
+        Param("k_norm", ("float32",), ("D",), optional=True),
+        Param("sinks", ("float32",), ("Hq",), optional=True),
+    ),
+    outputs=(
+        Param("attention", FLOATS, ("T", "Hq*D")),
+        Param("cache_out", FLOATS, ("blocks", "2", "block_size", "Hkv", "D")),
+    ),
+    attributes=(
+        Attribute("num_heads", None, "Hq"),
+        Attribute("num_kv_heads", None, "Hkv; divides Hq"),
+        Attribute("head_dim", None, "D"),
+        Attribute("scale", None, "factor on q.k before the soft cap"),
+        Attribute("causal", 1, "0: every token of a sequence sees the whole of it"),
+        Attribute("window", 0, "a token sees itself and the window-1 before it; 0: no window"),
+        Attribute("softcap", 0.0, "c*tanh(score/c); 0: none"),
+        Attribute("rope_interleaved", 0, "1: pairs (2i, 2i+1); 0: pairs (i, i+R/2)"),
+        Attribute("norm_epsilon", 1e-6, "of q_norm and k_norm"),
+    ),
+    aliases=(("cache_out", "cache"),),
+)
+
+# Weight layouts of QuantLinear and Embedding: how N x K weights are stored, not which device packs them.
+WEIGHT_FORMATS = ("f32", "f16", "bf16", "i8", "i4")
+
+_PACKED = (
+    Attribute("in_features", None, "K"),
+    Attribute("out_features", None, "N"),
+    Attribute("format", None, f"one of {', '.join(WEIGHT_FORMATS)}"),
+    Attribute("block_size", 0, "weights along K that share a scale; 0 for the float formats"),
+    Attribute("symmetric", 1, "0: each block has a minimum beside its scale, w = scale*q + minimum"),
+)
+
+QUANT_LINEAR = Op(
+    name="QuantLinear",
+    version=1,
+    doc="y = x.W^T + bias over packed weights. A row of y depends on its row of x alone, bit for bit.",
+    inputs=(
+        Param("x", FLOATS, ("T", "K")),
+        Param("weight", ("uint8",), ("bytes",)),
+        Param("bias", ("float32",), ("N",), optional=True),
+    ),
+    outputs=(Param("y", FLOATS, ("T", "N")),),
+    attributes=_PACKED,
+)
+
+EMBEDDING = Op(
+    name="Embedding",
+    version=1,
+    doc="Rows of the weights QuantLinear reads, so that tied embeddings are stored once. Row = token id.",
+    inputs=(Param("input_ids", ("int32",), ("T",)), Param("weight", ("uint8",), ("bytes",))),
+    outputs=(Param("y", FLOATS, ("T", "K")),),
+    attributes=_PACKED,
+)
+
+ADD_RMS_NORM = Op(
+    name="AddRMSNorm",
+    version=1,
+    doc="sum = x + residual; y = sum / rms(sum) * weight, in fp32.",
+    inputs=(
+        Param("x", FLOATS, ("T", "H")),
+        Param("residual", FLOATS, ("T", "H")),
+        Param("weight", ("float32",), ("H",)),
+    ),
+    outputs=(Param("y", FLOATS, ("T", "H")), Param("sum", FLOATS, ("T", "H"))),
+    attributes=(Attribute("epsilon", 1e-6, "added to the mean of squares"),),
+)
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+GATED_ACTIVATION = Op(
+    name="GatedActivation",
+    version=1,
+    doc="activation(gate) * up, where gate is the first half of the row and up the second.",
+    inputs=(Param("gate_up", FLOATS, ("T", "2*I")),),
+    outputs=(Param("y", FLOATS, ("T", "I")),),
+    attributes=(Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),),
+)
+
+OPS: tuple[Op, ...] = (PAGED_ATTENTION, QUANT_LINEAR, EMBEDDING, ADD_RMS_NORM, GATED_ACTIVATION)
+
+
+def op(name: str) -> Op:
+    """The op called `name`; KeyError naming what exists otherwise."""
+    for candidate in OPS:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(f"no EngineBay op '{name}'; the table holds {[o.name for o in OPS]}")

@@ -1,0 +1,47 @@
+"""The seam between the batcher and a model: arrays of one step in, logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine was built for. All counts; `num_blocks` of `block_size` tokens form the pool of each layer."""
+
+    vocab_size: int
+    max_sequence: int  # tokens of prompt and output together
+    max_batch: int  # sequences of a step
+    max_step_tokens: int  # tokens of a step
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One ragged step, as docs/ARCHITECTURE.md lists it. One cache group for now."""
+
+    input_ids: Int32  # [T]
+    position_ids: Int32  # [T]
+    query_start: Int32  # [B+1]
+    kv_len: Int32  # [B]
+    block_table: Int32  # [B, W]
+    slot_mapping: Int32  # [T]
+    logits_index: Int32  # [R]
+
+
+class Engine(Protocol):
+    """A loaded model with its cache pools."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Logits [R, vocab] of the rows in `logits_index`. Writes this step's keys and values into the pools."""
+        ...
