@@ -1,0 +1,6 @@
+// The ops this library implements, compared with plugins/ops.py by plugins/load.py.
+#include "enginebay/abi.h"
+
+extern "C" EB_API const char* eb_op_table(void) {
+  return "PagedAttention=1;QuantLinear=1;Embedding=1;AddRMSNorm=1;GatedActivation=1";
+}
