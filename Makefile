@@ -1,0 +1,82 @@
+# EngineBay's commands. `make help` lists them.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PACKAGES := export builder plugins triton_repo cli
+
+MODEL ?=
+TARGET ?= ort-cpu
+QUANT ?= int4
+OUT ?= build/engine
+REPO ?= build/repo
+PROMPT ?=
+ENGINE ?= build/quickstart/engine
+EXPORTED = build/exported/$(notdir $(patsubst %/,%,$(MODEL)))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv plugins quickstart test lint types format bench build-engine package serve client clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# Two layers: what building and serving need, and what tests and oracles add (torch among them).
+$(VENV)/.serve: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and f"EngineBay needs Python 3.11, this is {v[0]}.{v[1]}: make PYTHON=<python3.11>")'
+	@echo "installing what building and serving need into $(VENV)"
+	@$(PIP) -e '.[build,triton,sample]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	@echo "installing what tests and oracles need into $(VENV)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e '.[build,triton,sample,torch,dev]'
+	@touch $@
+
+venv: $(VENV)/.dev  ## make .venv with everything
+
+plugins: $(VENV)/.serve  ## compile the CPU plugin library
+	@$(BIN)/python -m enginebay.plugins.build
+
+quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed answers
+	@$(BIN)/enginebay quickstart
+
+build-engine: plugins  ## MODEL=<HF folder> TARGET=ort-cpu QUANT=int4|fp32|fp16|int8 OUT=<folder>
+	@test -n "$(MODEL)" || { echo "say which model: make build-engine MODEL=<Hugging Face folder> QUANT=int4 OUT=<folder>"; exit 2; }
+	@$(BIN)/enginebay export "$(MODEL)" "$(EXPORTED)" --keep
+	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --keep
+
+package: plugins  ## ENGINE=<folder> REPO=<folder>: engine -> Triton model repository
+	@$(BIN)/enginebay package "$(ENGINE)" "$(REPO)"
+
+serve: plugins  ## REPO=<folder>: run the Triton server until Ctrl-C
+	@$(BIN)/enginebay serve "$(REPO)"
+
+client: $(VENV)/.serve  ## PROMPT="…": ask the running server
+	@test -n "$(PROMPT)" || { echo 'say what to ask: make client PROMPT="What is the capital of France?"'; exit 2; }
+	@$(BIN)/enginebay client "$(PROMPT)"
+
+test: $(VENV)/.dev plugins  ## every test, one end to end against the real server among them
+	@$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev  ## ruff and clang-format, check only
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@git ls-files '*.cc' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.dev  ## ruff and clang-format, in place
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@git ls-files '*.cc' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format -i
+
+# The import name of a folder is its path under `enginebay`; a link makes that true on disk for mypy.
+types: $(VENV)/.dev  ## mypy --strict
+	@mkdir -p build/typing && ln -sfn ../.. build/typing/enginebay
+	@MYPYPATH=build/typing $(BIN)/mypy $(PACKAGES:%=-p enginebay.%)
+
+bench: $(VENV)/.dev plugins  ## the benchmarks of the README; peers beside them where .venv-peers exists
+	@$(BIN)/python benchmarks/peers.py
+
+clean:  ## remove what was built; keeps .venv
+	@rm -rf build/typing build/quickstart build/objects plugins/lib *.egg-info

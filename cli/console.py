@@ -1,0 +1,45 @@
+"""What commands print: progress and words on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def package_version() -> str:
+    """The installed version of EngineBay."""
+    return importlib.metadata.version("enginebay")
+
+
+def say(message: str) -> None:
+    """A line for the person who watches."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def fail(message: str, *, status: int = 1) -> int:
+    """Print the reason on standard error; returns the exit status."""
+    say(f"enginebay: {message}")
+    return status
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over bytes on a terminal, nothing elsewhere. Yields `report(done_bytes, total_bytes)`."""
+    from tqdm import tqdm  # noqa: PLC0415 - serving commands do without it
+
+    with tqdm(desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
