@@ -1,0 +1,56 @@
+// fp16 and bf16 to fp32 and back, one value at a time; NaN stays NaN, rounding is to nearest even.
+// Functions are static: a file compiled for one ISA must not lend its copy to a baseline file.
+#ifndef ENGINEBAY_FLOAT16_H
+#define ENGINEBAY_FLOAT16_H
+
+#include <cstdint>
+#include <cstring>
+
+namespace enginebay {
+
+static inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline float bf16_to_float(uint16_t half) { return bits_to_float(static_cast<uint32_t>(half) << 16); }
+
+static inline uint16_t float_to_bf16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static inline float fp16_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  if (magnitude >= 0x400u) return bits_to_float(sign | ((magnitude << 13) + (112u << 23)));
+  // Subnormal: magnitude * 2^-24, exact in fp32.
+  return bits_to_float(sign | float_to_bits(static_cast<float>(magnitude) * 5.9604644775390625e-8f));
+}
+
+static inline uint16_t float_to_fp16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu));
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
+  if (magnitude >= 0x38800000u) {
+    const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+    return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
+  }
+  // Adding 0.5 puts the last kept bit of a subnormal at fp32's last bit, so the addition rounds it.
+  const uint32_t shifted = float_to_bits(bits_to_float(magnitude) + 0.5f);
+  return static_cast<uint16_t>(sign | (shifted - 0x3f000000u));
+}
+
+}  // namespace enginebay
+#endif
