@@ -155,6 +155,59 @@ GATED_ACTIVATION = Op(
     attributes=(Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),),
 )
 
+MOE_SCORINGS = ("softmax", "sigmoid", "softmax_topk")
+
+_ROUTING = (
+    Attribute("num_experts", None, "E"),
+    Attribute("top_k", None, "experts a token goes to"),
+    Attribute("hidden", None, "H"),
+    Attribute("intermediate", None, "I"),
+    Attribute("scoring", "softmax", f"one of {', '.join(MOE_SCORINGS)}; the last is softmax over the chosen"),
+    Attribute("renormalize", 0, "1: the chosen scores are divided by their sum"),
+    Attribute("num_groups", 0, "groups of experts for group-limited routing; 0: none"),
+    Attribute("top_groups", 0, "groups a token may use"),
+    Attribute("routed_scale", 1.0, "factor on the weights after renormalisation"),
+    Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),
+)
+
+
+def _moe_inputs(*weights: Param) -> tuple[Param, ...]:
+    return (
+        Param("x", FLOATS, ("T", "H")),
+        Param("router_logits", ("float32",), ("T", "E")),
+        *weights,
+        Param("correction_bias", ("float32",), ("E",), optional=True),
+        Param("gate_up_bias", ("float32",), ("E", "2*I"), optional=True),
+        Param("down_bias", ("float32",), ("E", "H"), optional=True),
+    )
+
+
+# MoE and QuantMoE enter OPS with the first library that has kernels for them.
+MOE = Op(
+    name="MoE",
+    version=1,
+    doc="Top-k routing and the chosen experts' gated MLPs (include/enginebay/moe.h). Shared experts are other nodes.",
+    canonical=True,
+    inputs=_moe_inputs(
+        Param("gate_up", FLOATS, ("E", "2*I", "H")),
+        Param("down", FLOATS, ("E", "H", "I")),
+    ),
+    outputs=(Param("y", FLOATS, ("T", "H")),),
+    attributes=_ROUTING,
+)
+
+QUANT_MOE = Op(
+    name="QuantMoE",
+    version=1,
+    doc="MoE over packed weights: one expert after another, each as QuantLinear's, at eb_moe_expert_stride.",
+    inputs=_moe_inputs(
+        Param("gate_up", ("uint8",), ("bytes",)),
+        Param("down", ("uint8",), ("bytes",)),
+    ),
+    outputs=(Param("y", FLOATS, ("T", "H")),),
+    attributes=(*_ROUTING, *(a for a in _PACKED if a.name not in ("in_features", "out_features"))),
+)
+
 OPS: tuple[Op, ...] = (PAGED_ATTENTION, QUANT_LINEAR, EMBEDDING, ADD_RMS_NORM, GATED_ACTIVATION)
 
 
