@@ -64,7 +64,7 @@ class Op:
 PAGED_ATTENTION = Op(
     name="PagedAttention",
     version=1,
-    doc="Per-head q/k norm, RoPE, write of k and v into the paged cache, then attention over the block table.",
+    doc="Per-head q/k norm, RoPE, write of k and v into the paged cache, attention over the block table.",
     canonical=True,
     inputs=(
         Param("qkv", FLOATS, ("T", "(Hq+2*Hkv)*D")),
@@ -186,7 +186,7 @@ def _moe_inputs(*weights: Param) -> tuple[Param, ...]:
 MOE = Op(
     name="MoE",
     version=1,
-    doc="Top-k routing and the chosen experts' gated MLPs (include/enginebay/moe.h). Shared experts are other nodes.",
+    doc="Top-k routing and the chosen experts' gated MLPs (include/enginebay/moe.h); no shared experts.",
     canonical=True,
     inputs=_moe_inputs(
         Param("gate_up", FLOATS, ("E", "2*I", "H")),
