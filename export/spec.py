@@ -266,7 +266,9 @@ def paged_group(layers: tuple[Layer, ...]) -> tuple[CacheGroup, ...]:
         else:
             shapes.add(("latent", 1, attention.kv_rank + attention.rope_dim))
     if len(shapes) != 1:
-        raise SpecError(f"layers need caches of different shapes, one group holds one shape: {sorted(shapes)}")
+        raise SpecError(
+            f"layers need caches of different shapes, one group holds one shape: {sorted(shapes)}"
+        )
     kind, kv_heads, head_dim = shapes.pop()
     return (CacheGroup(kind, tuple(range(len(layers))), kv_heads, head_dim),)
 
@@ -282,7 +284,8 @@ def _check(spec: ModelSpec) -> None:
         need(getattr(spec, name) > 0, f"{name} is {getattr(spec, name)}, must be positive")
     need(len(spec.layers) > 0, "the model has no layers")
     need(
-        sorted(layer for group in spec.cache_groups for layer in group.layers) == list(range(len(spec.layers))),
+        sorted(layer for group in spec.cache_groups for layer in group.layers)
+        == list(range(len(spec.layers))),
         f"cache groups {[group.layers for group in spec.cache_groups]} must hold each of "
         f"{len(spec.layers)} layers once",
     )
@@ -302,14 +305,20 @@ def _check(spec: ModelSpec) -> None:
                 f"{rope.kind} rope switches at {rope.original_positions}, outside 1..{spec.max_positions}",
             )
             need(
-                all(other.switches and other.original_positions == rope.original_positions for other in spec.ropes),
+                all(
+                    other.switches and other.original_positions == rope.original_positions
+                    for other in spec.ropes
+                ),
                 "rope tables that switch must all switch at the same length",
             )
     for index, layer in enumerate(spec.layers):
         where = f"layer {index}"
         attention, mlp = layer.attention, layer.mlp
         if attention.rope is not None:
-            need(0 <= attention.rope < len(spec.ropes), f"{where} names rope {attention.rope} of {len(spec.ropes)}")
+            need(
+                0 <= attention.rope < len(spec.ropes),
+                f"{where} names rope {attention.rope} of {len(spec.ropes)}",
+            )
         if isinstance(attention, Attention):
             heads, kv_heads = attention.num_heads, attention.num_kv_heads
             need(
@@ -320,7 +329,10 @@ def _check(spec: ModelSpec) -> None:
             need(attention.window >= 0, f"{where}: window is {attention.window}")
             if attention.rope is not None:
                 rotary = spec.ropes[attention.rope].rotary_dim
-                need(rotary <= attention.head_dim, f"{where}: rotary_dim {rotary} > head_dim {attention.head_dim}")
+                need(
+                    rotary <= attention.head_dim,
+                    f"{where}: rotary_dim {rotary} > head_dim {attention.head_dim}",
+                )
         need(mlp.intermediate > 0, f"{where}: intermediate size is {mlp.intermediate}")
         if isinstance(mlp, Moe):
             need(
@@ -366,7 +378,9 @@ def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     for option in candidates:
         if tag in typing.get_args(typing.get_type_hints(option)["type"]):
             return _decode(option, value, where)
-    raise SpecError(f"{where} has type {tag!r}, which is none of {[option.__name__ for option in candidates]}")
+    raise SpecError(
+        f"{where} has type {tag!r}, which is none of {[option.__name__ for option in candidates]}"
+    )
 
 
 def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:

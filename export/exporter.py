@@ -1,0 +1,236 @@
+"""The export stage: an HF folder in, an exported folder out, or a named refusal and nothing written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from enginebay.export.checkpoint import Checkpoint, open_checkpoint
+from enginebay.export.emitter import WEIGHTS_FILE
+from enginebay.export.errors import ExportError
+from enginebay.export.families import read_spec
+from enginebay.export.graph import build_graph
+from enginebay.export.spec import ModelSpec
+from enginebay.export.weights import Initializer, WeightPlan, plan_weights, write_sidecar
+
+MODEL_FILE = "model.onnx"
+SPEC_FILE = "spec.json"
+SOURCE_FILE = "source.json"
+SOURCE_SCHEMA = 1
+MAX_CONFIG_BYTES = 50_000_000
+
+# Copied as they are: what serving needs to turn text into ids and back, and the model's generation defaults.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export made, or with `dry_run` would make.
+
+    `identity`: SHA-256 of config.json and the checkpoint's headers. `weight_bytes`: the sidecar. `ignored`: tensors left out
+    because they hold nothing a forward pass needs. `notes`: decisions the user should know.
+    """
+
+    spec: ModelSpec
+    identity: str
+    parameters: int
+    weight_bytes: int
+    cache_bytes_per_token: int
+    tensors: tuple[Initializer, ...]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+    companions: tuple[str, ...]
+    dry_run: bool
+
+
+def export_model(
+    source: Path,
+    out: Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+) -> ExportReport:
+    """Exports the HF folder `source` to `out`, which appears whole or not at all.
+
+    `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an earlier export, or
+    with `force`. Raises ExportError (or SpecError) before anything large is written.
+    """
+    config_bytes = read_config(source)
+    family, spec = read_spec(parse_config(config_bytes))
+    checkpoint = open_checkpoint(source)
+    plan = plan_weights(spec, family, checkpoint)
+    identity = hashlib.sha256(config_bytes + checkpoint.identity.encode()).hexdigest()
+    companions = tuple(name for name in COMPANIONS if (source / name).is_file())
+    report = ExportReport(
+        spec=plan.spec,
+        identity=identity,
+        parameters=sum(
+            weight.nbytes // _item(weight)
+            for role, weight in plan.initializers.items()
+            if not role.startswith("rope.")
+        ),
+        weight_bytes=plan.total_bytes,
+        cache_bytes_per_token=_cache_bytes_per_token(plan.spec),
+        tensors=tuple(plan.initializers.values()),
+        ignored=plan.ignored,
+        notes=plan.notes,
+        companions=companions,
+        dry_run=dry_run,
+    )
+    if not dry_run:
+        with _replacing(out, force) as folder:
+            _write(folder, source, plan, report, checkpoint, progress)
+    return report
+
+
+def is_current(source: Path, out: Path) -> bool:
+    """Whether `out` holds an export of `source` as it is now: same files, sizes and times of change. Reads no weights."""
+    try:
+        record = json.loads((out / SOURCE_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(record, dict) or record.get("schema") != SOURCE_SCHEMA:
+        return False
+    sidecar = out / WEIGHTS_FILE
+    whole = sidecar.is_file() and sidecar.stat().st_size == record.get("weight_bytes")
+    return (
+        whole
+        and (out / MODEL_FILE).is_file()
+        and record.get("files") == _stamps(source, record.get("files", {}))
+    )
+
+
+def read_config(source: Path) -> bytes:
+    """config.json's bytes. Raises ExportError where there is none."""
+    path = source / "config.json"
+    if not source.is_dir():
+        raise ExportError(f"{source} is not a folder: give the folder of an HF checkpoint")
+    if not path.is_file():
+        raise ExportError(f"{path} is missing: {source} is not the folder of an HF checkpoint")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ExportError(f"{path} has {path.stat().st_size} bytes, more than {MAX_CONFIG_BYTES}")
+    return path.read_bytes()
+
+
+def parse_config(data: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise ExportError(f"config.json is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ExportError("config.json is not an object")
+    return values
+
+
+def _write(
+    folder: Path,
+    source: Path,
+    plan: WeightPlan,
+    report: ExportReport,
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    ir.save(build_graph(plan.spec, plan.initializers), folder / MODEL_FILE)
+    (folder / SPEC_FILE).write_text(plan.spec.to_json())
+    for name in report.companions:
+        shutil.copyfile(source / name, folder / name)
+    files = ["config.json", *report.companions, *(path.name for path in checkpoint.files)]
+    record = {
+        "schema": SOURCE_SCHEMA,
+        "identity": report.identity,
+        "weight_bytes": report.weight_bytes,
+        "parameters": report.parameters,
+        "files": _stamps(source, dict.fromkeys(files)),
+        "ignored": list(report.ignored),
+        "notes": list(report.notes),
+    }
+    (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    write_sidecar(plan, folder / WEIGHTS_FILE, progress)
+
+
+def _stamps(source: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Size and time of change (nanoseconds) by file; None for one that is gone."""
+    stamps: dict[str, Any] = {}
+    for name in names:
+        path = source / name
+        stamps[name] = [path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else None
+    return stamps
+
+
+def _item(weight: Initializer) -> int:
+    return {"F32": 4, "F16": 2, "BF16": 2}[weight.dtype]
+
+
+def _cache_bytes_per_token(spec: ModelSpec) -> int:
+    """Of all layers together, in the canonical graph's float32."""
+    return sum(
+        4
+        * len(group.layers)
+        * (group.head_dim if group.kind == "latent" else 2 * group.kv_heads * group.head_dim)
+        for group in spec.cache_groups
+    )
+
+
+@contextmanager
+def _replacing(out: Path, force: bool) -> Iterator[Path]:
+    """A folder beside `out` that takes its place when the block succeeds and is removed when it fails."""
+    if out.exists() and not force and not (out / SOURCE_FILE).is_file():
+        raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or force")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
+            os.rename(out, old / "old")
+            os.rename(folder, out)
+            shutil.rmtree(old)
+        else:
+            os.rename(folder, out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def describe(report: ExportReport) -> dict[str, Any]:
+    """The report as plain data for `--json` and `--dry-run`: spec, tensors with shapes and bytes, memory."""
+    return {
+        "identity": report.identity,
+        "parameters": report.parameters,
+        "weight_bytes": report.weight_bytes,
+        "cache_bytes_per_token": report.cache_bytes_per_token,
+        "max_positions": report.spec.max_positions,
+        "tied_embeddings": report.spec.tied_embeddings,
+        "notes": list(report.notes),
+        "ignored": list(report.ignored),
+        "companions": list(report.companions),
+        "tensors": [
+            {"name": weight.name, "dtype": weight.dtype, "shape": list(weight.shape), "bytes": weight.nbytes}
+            for weight in report.tensors
+        ],
+        "spec": asdict(report.spec),
+        "dry_run": report.dry_run,
+    }

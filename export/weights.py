@@ -1,0 +1,237 @@
+"""From a checkpoint's tensors to one sidecar: what goes where, checked before anything is written, then streamed.
+
+No tensor is ever whole in memory: plain weights are file ranges that the kernel copies, the few others are made in
+bounded chunks.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from enginebay.export import layouts
+from enginebay.export.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo
+from enginebay.export.errors import CheckpointError
+from enginebay.export.families.base import Family
+from enginebay.export.pieces import FileRange, Piece, read_range
+from enginebay.export.roles import Role, required
+from enginebay.export.rope import rope_pieces, table_rows
+from enginebay.export.spec import ModelSpec
+
+ALIGNMENT = 4096
+_COPY_BYTES = 64 << 20
+_BUFFER_BYTES = 4 << 20
+_FLOATS = ("F32", "F16", "BF16")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """One weight of the graph: its bytes in the sidecar, [offset, offset + nbytes), come from `pieces` in order."""
+
+    name: str
+    dtype: str  # as safetensors says
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All initializers by role, with offsets; `spec` with `tied_embeddings` as the values decide; what to tell the user."""
+
+    spec: ModelSpec
+    initializers: dict[str, Initializer]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return max(weight.offset + weight.nbytes for weight in self.initializers.values())
+
+
+def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> WeightPlan:
+    """Assigns every tensor of the checkpoint. Raises CheckpointError naming missing, extra and mis-shaped ones."""
+    consumed: set[str] = set()
+    spec, notes = _decide_tie(spec, family, checkpoint, consumed)
+    missing: list[str] = []
+    found: dict[str, Initializer] = {}
+    for role in required(spec):
+        names = _names(family, role)
+        absent = [name for name in names if name not in checkpoint.tensors]
+        missing += absent
+        if not absent:
+            sources = [checkpoint.tensors[name] for name in names]
+            found[role.name] = _initializer(role, family, sources)
+            consumed.update(names)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors that its config requires: {_some(missing)}"
+        )
+    ignored = _account_for_extras(family, checkpoint, consumed)
+    for index, rope in enumerate(spec.ropes):
+        rows, pairs = table_rows(rope, spec.max_positions), rope.rotary_dim // 2
+        for part, piece in zip(("cos", "sin"), rope_pieces(rope, spec.max_positions), strict=True):
+            found[f"rope.{index}.{part}"] = Initializer(
+                f"rope.{index}.{part}", "F32", (rows, pairs), (piece,)
+            )
+    return WeightPlan(spec, _place(found), ignored, notes)
+
+
+def write_sidecar(plan: WeightPlan, path: Path, progress: Progress | None = None) -> None:
+    """Streams every initializer to its offset of `path`. Raises CheckpointError where a source ends early."""
+    total = sum(weight.nbytes for weight in plan.initializers.values())
+    done = 0
+    with path.open("wb") as file:
+        file.truncate(plan.total_bytes)
+        for weight in plan.initializers.values():
+            position = weight.offset
+            for piece in weight.pieces:
+                for count in _write_piece(piece, file.fileno(), position):
+                    position += count
+                    done += count
+                    if progress is not None:
+                        progress(done, total)
+            if position != weight.offset + weight.nbytes:
+                raise CheckpointError(
+                    f"'{weight.name}' gave {position - weight.offset} bytes, its shape needs {weight.nbytes}"
+                )
+
+
+def _decide_tie(
+    spec: ModelSpec, family: Family, checkpoint: Checkpoint, consumed: set[str]
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The head is tied where the values say so: a head that differs from the embeddings is kept whatever the config says."""
+    (embed_name,), (head_name,) = (
+        family.tensor_names(key, None) for key in ("embed.weight", "lm_head.weight")
+    )
+    embed, head = checkpoint.tensors.get(embed_name), checkpoint.tensors.get(head_name)
+    if embed is None or head is None:
+        return spec, ()
+    if _same_values(embed, head):
+        consumed.add(head_name)
+        note = f"'{head_name}' equals '{embed_name}': stored once"
+        return replace(spec, tied_embeddings=True), (note,)
+    if spec.tied_embeddings:
+        note = (
+            f"config.json says tie_word_embeddings, but the checkpoint's '{head_name}' differs from '{embed_name}': "
+            "both are kept, as transformers does"
+        )
+        return replace(spec, tied_embeddings=False), (note,)
+    return spec, ()
+
+
+def _same_values(left: TensorInfo, right: TensorInfo) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    pairs = zip(read_range(left, 0, left.nbytes), read_range(right, 0, right.nbytes), strict=True)
+    return all(one == other for one, other in pairs)
+
+
+def _names(family: Family, role: Role) -> tuple[str, ...]:
+    try:
+        if not role.experts:
+            return family.tensor_names(role.key, role.layer)
+        per_expert = [family.tensor_names(role.key, role.layer, expert) for expert in range(role.experts)]
+    except KeyError as error:
+        raise AssertionError(f"family {family.architecture} names no tensor for {role.key}") from error
+    stacked = per_expert[0] == per_expert[-1] and role.experts > 1
+    return per_expert[0] if stacked else tuple(name for names in per_expert for name in names)
+
+
+def _initializer(role: Role, family: Family, sources: Sequence[TensorInfo]) -> Initializer:
+    dtypes = {source.dtype for source in sources}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"'{sources[0].name}' and '{sources[-1].name}' become one weight but are {' and '.join(sorted(dtypes))}"
+        )
+    dtype = sources[0].dtype
+    if dtype not in _FLOATS:
+        raise CheckpointError(f"'{sources[0].name}' is {dtype}; weights must be one of {', '.join(_FLOATS)}")
+    layout = family.layout(role.key)
+    for source, shape in zip(sources, _expected(role, len(sources), layout), strict=True):
+        if source.shape != shape:
+            raise CheckpointError(
+                f"'{source.name}' has shape {list(source.shape)}, the config calls for {list(shape)}"
+            )
+    laid = layouts.LAYOUTS[layout](role, sources)
+    return Initializer(sources[0].name, laid.dtype or dtype, role.shape, laid.pieces)
+
+
+def _expected(role: Role, count: int, layout: str) -> list[tuple[int, ...]]:
+    """Shapes of the checkpoint's tensors: one per part, one for all parts, one per part and expert, or one stacked."""
+    if role.experts and count == 1:
+        shapes = [role.shape]
+    elif role.experts:
+        per_expert = count // role.experts
+        shapes = list(role.parts if per_expert == len(role.parts) else (role.fused,)) * role.experts
+    else:
+        shapes = list(role.parts if count == len(role.parts) else (role.fused,))
+    return [tuple(reversed(shape)) for shape in shapes] if layout == "transposed" else shapes
+
+
+def _account_for_extras(family: Family, checkpoint: Checkpoint, consumed: set[str]) -> tuple[str, ...]:
+    extras = sorted(set(checkpoint.tensors) - consumed)
+    ignored = tuple(name for name in extras if any(re.search(pattern, name) for pattern in family.ignorable))
+    unknown = [name for name in extras if name not in ignored]
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors of the checkpoint are not part of a {family.architecture} with this config: "
+            f"{_some(unknown)}. Leaving them out would give a different model"
+        )
+    return ignored
+
+
+def _place(weights: dict[str, Initializer]) -> dict[str, Initializer]:
+    placed: dict[str, Initializer] = {}
+    offset = 0
+    for role, weight in weights.items():
+        placed[role] = replace(weight, offset=offset)
+        offset += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
+    return placed
+
+
+def _write_piece(piece: Piece, target: int, position: int) -> Iterator[int]:
+    """Writes at `position`, yielding the bytes of each step."""
+    if not isinstance(piece, FileRange):
+        for chunk in piece.chunks():
+            os.pwrite(target, chunk, position)
+            position += len(chunk)
+            yield len(chunk)
+        return
+    with piece.path.open("rb") as source:
+        offset, end = piece.offset, piece.offset + piece.nbytes
+        while offset < end:
+            count = _copy(source.fileno(), target, offset, position, end - offset)
+            if count == 0:
+                raise CheckpointError(f"{piece.path} ends at byte {offset}, a tensor needs it up to {end}")
+            offset, position = offset + count, position + count
+            yield count
+
+
+_NO_COPY_RANGE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+def _copy(source: int, target: int, offset: int, position: int, limit: int) -> int:
+    """Copies some bytes inside the kernel, or through a small buffer where file systems cannot."""
+    try:
+        return os.copy_file_range(source, target, min(limit, _COPY_BYTES), offset, position)
+    except OSError as error:
+        if error.errno not in _NO_COPY_RANGE:
+            raise
+    return os.pwrite(target, os.pread(source, min(limit, _BUFFER_BYTES), offset), position)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
