@@ -3,8 +3,8 @@
 Peers run in an environment of their own (their pins differ from ours):
     python3.11 -m venv .venv-peers
     .venv-peers/bin/pip install torch==2.13.0 transformers==5.24.0 onnxruntime-genai==0.18.0 onnx onnx-ir
-One that is not installed there is reported as not run. Rounds alternate between engines, since the machine's speed
-drifts; each figure is the best of its rounds and the ratios compare those.
+One that is not installed there is reported as not run. Rounds alternate between engines, since the machine's
+speed drifts; each figure is the best of its rounds and the ratios compare those.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def triton_server() -> Finding:
     except (OSError, ValueError, RuntimeError) as error:
         return Finding(
             "Triton server", ok=False, detail=str(error), needed_for="enginebay serve",
-            fix="pip install 'enginebay[triton]', or serve the repository in NVIDIA's container (docs/serving.md)",
+            fix="pip install 'enginebay[triton]', or use NVIDIA's container (docs/serving.md)",
         )  # fmt: skip
     return Finding("Triton server", ok=True, detail=str(found), needed_for="enginebay serve")
 

