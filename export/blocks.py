@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
-
 from enginebay.export.emitter import Emitter
-from enginebay.export.errors import UnsupportedModel
-from enginebay.export.spec import Activation, Attention, Layer, Mlp, ModelSpec, Norm
+from enginebay.export.errors import UnsupportedModelError
+from enginebay.export.spec import Activation, Attention, Mlp, ModelSpec, Norm
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """The inputs that describe one step, as docs/ARCHITECTURE.md lists them; tables and slots by cache group."""
+    """The inputs that describe one step, as docs/ARCHITECTURE.md lists them.
+
+    Tables and slots by cache group.
+    """
 
     input_ids: ir.Value
     position_ids: ir.Value
@@ -34,15 +36,15 @@ def decoder_layer(
     emit: Emitter,
     spec: ModelSpec,
     index: int,
-    layer: Layer,
     hidden: ir.Value,
+    *,
     step: StepValues,
     cache: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
     """One block: float32 [T, hidden] in and out, and the layer's cache after this step."""
-    at = f"layers.{index}"
+    layer, at = spec.layers[index], f"layers.{index}"
     normed = norm(emit, f"{at}.pre_attention_norm", layer.pre_attention_norm, hidden)
-    attended, cache_out = _attention(emit, spec, index, normed, step, cache)
+    attended, cache_out = _attention(emit, spec, index, normed, step=step, cache=cache)
     attended = norm(emit, f"{at}.post_attention_norm", layer.post_attention_norm, attended)
     attended = _scaled(emit, f"{at}.attention.scaled", attended, layer.residual_scale)
     if layer.parallel:
@@ -53,7 +55,7 @@ def decoder_layer(
         hidden = emit.op(f"{at}.attention.residual", "Add", [attended, hidden])
         normed = norm(emit, f"{at}.pre_mlp_norm", layer.pre_mlp_norm, hidden)
     if not isinstance(layer.mlp, Mlp):
-        raise UnsupportedModel(f"layer {index}: mixture of experts is not exported yet")
+        raise UnsupportedModelError(f"layer {index}: mixture of experts is not exported yet")
     fed = _mlp(emit, f"{at}.mlp", layer.mlp, normed)
     fed = norm(emit, f"{at}.post_mlp_norm", layer.post_mlp_norm, fed)
     fed = _scaled(emit, f"{at}.mlp.scaled", fed, layer.residual_scale)
@@ -64,12 +66,7 @@ def norm(emit: Emitter, name: str, spec: Norm | None, value: ir.Value) -> ir.Val
     """Normalises the last axis; None is the identity."""
     if spec is None:
         return value
-    if spec.weight:
-        weight = emit.weight32(f"{name}.weight")
-    else:
-        shape = value.shape
-        assert shape is not None
-        weight = emit.constant(np.ones(int(shape[-1]), np.float32))
+    weight = emit.weight32(f"{name}.weight")
     if spec.kind == "rms":
         return _shaped(
             emit.op(name, "RMSNormalization", [value, weight], axis=-1, epsilon=spec.epsilon), value
@@ -102,11 +99,11 @@ def int32(value: int) -> NDArray[np.int32]:
 
 
 def _attention(
-    emit: Emitter, spec: ModelSpec, index: int, value: ir.Value, step: StepValues, cache: ir.Value
+    emit: Emitter, spec: ModelSpec, index: int, value: ir.Value, *, step: StepValues, cache: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     attention, group, at = spec.layers[index].attention, spec.group_of(index), f"layers.{index}.attention"
     if not isinstance(attention, Attention):
-        raise UnsupportedModel(f"layer {index}: latent attention is not exported yet")
+        raise UnsupportedModelError(f"layer {index}: latent attention is not exported yet")
     qkv = linear(emit, f"{at}.qkv", value)
     if attention.qk_norm == "projection":
         qkv = _projection_norm(emit, at, attention, qkv)

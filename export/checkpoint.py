@@ -35,7 +35,10 @@ ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "U16": 2, "U32": 4, "U64": 8}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor's place: `nbytes` bytes of `path` from `offset`, row-major, little-endian. dtype as safetensors says."""
+    """One tensor's place.
+
+    `nbytes` bytes of `path` from `offset`, row-major, little-endian. dtype as safetensors says.
+    """
 
     name: str
     dtype: str
@@ -62,7 +65,10 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the headers of `folder`'s safetensors. Raises CheckpointError naming the file and what is wrong."""
+    """Reads the headers of `folder`'s safetensors.
+
+    Raises CheckpointError naming the file and what is wrong.
+    """
     index = folder / INDEX
     files = _shards(index) if index.exists() else [folder / SINGLE]
     digest = hashlib.sha256()

@@ -8,35 +8,112 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from enginebay.export.errors import UnsupportedModel
+from enginebay.export.errors import UnsupportedModelError
 
 _REQUIRED: Any = object()
 
 # Keys that change nothing a causal forward pass computes: training, generation, bookkeeping.
 IRRELEVANT = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _model_name_or_path
-    architectures attention_dropout attn_implementation attn_pdrop attribute_map auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
-    hidden_dropout hidden_dropout_prob id2label ignore_index initializer_factor initializer_range is_decoder keys_to_ignore_at_inference
-    label2id length_penalty max_length mask_token_id min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id
-    prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop resid_dropout residual_dropout
-    return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
-    top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_version unsloth_fixed use_bfloat16
-    use_cache cache_implementation
-    """.split()
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
+        "_name_or_path",
+        "_model_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "attribute_map",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "embd_pdrop",
+        "embedding_dropout",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "id2label",
+        "ignore_index",
+        "initializer_factor",
+        "initializer_range",
+        "is_decoder",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "mask_token_id",
+        "min_length",
+        "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_pdrop",
+        "resid_dropout",
+        "residual_dropout",
+        "return_dict",
+        "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "unk_token_id",
+        "unsloth_version",
+        "unsloth_fixed",
+        "use_bfloat16",
+        "use_cache",
+        "cache_implementation",
+    ]
 )
 
 
 class Config:
     """A config.json as a mapping that remembers which keys were read.
 
-    Readers raise UnsupportedModel on a missing key or a value of the wrong type. `null` counts as absent.
+    Readers raise UnsupportedModelError on a missing key or a value of the wrong type. `null` counts as
+    absent.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
@@ -54,7 +131,7 @@ class Config:
         value = self._values.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise UnsupportedModel(f"{self._where} has no '{key}', which this architecture needs")
+                raise UnsupportedModelError(f"{self._where} has no '{key}', which this architecture needs")
             return default
         return value
 
@@ -93,9 +170,9 @@ class Config:
         """These keys are known not to matter here."""
         self._read.update(keys)
 
-    def refusal(self, key: str, value: Any, reason: str) -> UnsupportedModel:
+    def refusal(self, key: str, value: Any, reason: str) -> UnsupportedModelError:
         """The error for a value that this family does not cover."""
-        return UnsupportedModel(f"{self._where}: '{key}' is {value!r}: {reason}")
+        return UnsupportedModelError(f"{self._where}: '{key}' is {value!r}: {reason}")
 
     def finish(self) -> None:
         """Refuses keys that nobody read and that are not known to be irrelevant."""
@@ -106,8 +183,9 @@ class Config:
         }
         if left:
             listed = ", ".join(f"'{key}': {_short(value)}" for key, value in sorted(left.items()))
-            raise UnsupportedModel(
-                f"{self._where} has keys that this architecture's exporter does not know: {listed}. Ignoring them could give a "
+            raise UnsupportedModelError(
+                f"{self._where} has keys that this architecture's exporter does not know: {listed}. "
+                "Ignoring them could give a "
                 "different model; remove them if they are yours, or teach the family (docs/families.md)"
             )
 

@@ -1,4 +1,7 @@
-"""A thin layer over onnx-ir: named nodes, weights as external initializers, custom ops checked against the op table."""
+"""A thin layer over onnx-ir.
+
+Named nodes, weights as external initializers, custom ops checked against the op table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-
 from enginebay.export.weights import Initializer
 from enginebay.plugins import ops
 
@@ -19,7 +21,10 @@ Attributes = Mapping[str, int | float | str | Sequence[int]]
 
 
 class Emitter:
-    """Collects the nodes of one graph. Every method that adds a node takes its name first and returns its output(s)."""
+    """Collects the nodes of one graph.
+
+    Every method that adds a node takes its name first and returns its output(s).
+    """
 
     def __init__(self, weights: Mapping[str, Initializer]) -> None:
         self._weights = weights
@@ -55,7 +60,7 @@ class Emitter:
         absent |= {
             item.name for item in op.attributes if item.default is None and item.name not in attributes
         }
-        assert not unknown and not absent, f"{op_type}: unknown {unknown}, absent {absent}"
+        assert not unknown | absent, f"{op_type}: unknown {unknown}, absent {absent}"
         ordered = [inputs.get(param.name) for param in op.inputs]
         while ordered[-1] is None:
             ordered.pop()
@@ -96,7 +101,12 @@ class Emitter:
         if name not in self._initializers:
             tensor = ir.tensor(array, name=name)
             self._register(
-                ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+                ir.Value(
+                    name=name,
+                    shape=ir.Shape(array.shape),
+                    type=ir.TensorType(tensor.dtype),
+                    const_value=tensor,
+                )
             )
         return self._initializers[name]
 

@@ -7,7 +7,7 @@ class ExportError(ValueError):
     """The model cannot be exported as it is."""
 
 
-class UnsupportedModel(ExportError):
+class UnsupportedModelError(ExportError):
     """A well-formed model with an architecture, or a value in its config, that no family covers."""
 
 

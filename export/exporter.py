@@ -7,15 +7,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-
-from enginebay.export.checkpoint import Checkpoint, open_checkpoint
+from enginebay.export.checkpoint import open_checkpoint
 from enginebay.export.emitter import WEIGHTS_FILE
 from enginebay.export.errors import ExportError
 from enginebay.export.families import read_spec
@@ -48,8 +47,9 @@ COMPANIONS = (
 class ExportReport:
     """What an export made, or with `dry_run` would make.
 
-    `identity`: SHA-256 of config.json and the checkpoint's headers. `weight_bytes`: the sidecar. `ignored`: tensors left out
-    because they hold nothing a forward pass needs. `notes`: decisions the user should know.
+    `identity`: SHA-256 of config.json and the checkpoint's headers. `weight_bytes`: the sidecar. `ignored`:
+    tensors left out because they hold nothing a forward pass needs. `notes`: decisions the user should
+    know.
     """
 
     spec: ModelSpec
@@ -74,8 +74,8 @@ def export_model(
 ) -> ExportReport:
     """Exports the HF folder `source` to `out`, which appears whole or not at all.
 
-    `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an earlier export, or
-    with `force`. Raises ExportError (or SpecError) before anything large is written.
+    `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an
+    earlier export, or with `force`. Raises ExportError (or SpecError) before anything large is written.
     """
     config_bytes = read_config(source)
     family, spec = read_spec(parse_config(config_bytes))
@@ -101,12 +101,16 @@ def export_model(
     )
     if not dry_run:
         with _replacing(out, force) as folder:
-            _write(folder, source, plan, report, checkpoint, progress)
+            _write(folder, source, report, plan, checkpoint.files)
+            write_sidecar(plan, folder / WEIGHTS_FILE, progress)
     return report
 
 
 def is_current(source: Path, out: Path) -> bool:
-    """Whether `out` holds an export of `source` as it is now: same files, sizes and times of change. Reads no weights."""
+    """Whether `out` holds an export of `source` as it is now.
+
+    Same files, sizes and times of change. Reads no weights.
+    """
     try:
         record = json.loads((out / SOURCE_FILE).read_bytes())
     except (OSError, ValueError):
@@ -144,30 +148,23 @@ def parse_config(data: bytes) -> dict[str, Any]:
     return values
 
 
-def _write(
-    folder: Path,
-    source: Path,
-    plan: WeightPlan,
-    report: ExportReport,
-    checkpoint: Checkpoint,
-    progress: Callable[[int, int], None] | None,
-) -> None:
+def _write(folder: Path, source: Path, report: ExportReport, plan: WeightPlan, files: Sequence[Path]) -> None:
+    """Everything but the weights."""
     ir.save(build_graph(plan.spec, plan.initializers), folder / MODEL_FILE)
     (folder / SPEC_FILE).write_text(plan.spec.to_json())
     for name in report.companions:
         shutil.copyfile(source / name, folder / name)
-    files = ["config.json", *report.companions, *(path.name for path in checkpoint.files)]
+    names = ["config.json", *report.companions, *(path.name for path in files)]
     record = {
         "schema": SOURCE_SCHEMA,
         "identity": report.identity,
         "weight_bytes": report.weight_bytes,
         "parameters": report.parameters,
-        "files": _stamps(source, dict.fromkeys(files)),
+        "files": _stamps(source, dict.fromkeys(names)),
         "ignored": list(report.ignored),
         "notes": list(report.notes),
     }
     (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
-    write_sidecar(plan, folder / WEIGHTS_FILE, progress)
 
 
 def _stamps(source: Path, names: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
-
 from enginebay.export import blocks
 from enginebay.export.emitter import Emitter
 from enginebay.export.spec import CacheGroup, ModelSpec
@@ -39,8 +38,8 @@ def build_graph(spec: ModelSpec, weights: Mapping[str, Initializer]) -> ir.Model
     ]
     hidden = _embed(emit, spec, step)
     cache_outputs = []
-    for index, layer in enumerate(spec.layers):
-        hidden, cache_out = blocks.decoder_layer(emit, spec, index, layer, hidden, step, caches[index])
+    for index, cache in enumerate(caches):
+        hidden, cache_out = blocks.decoder_layer(emit, spec, index, hidden, step=step, cache=cache)
         cache_outputs.append(cache_out)
     logits = _head(emit, spec, hidden, step)
     return emit.model(

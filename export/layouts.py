@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
-
 from enginebay.export.checkpoint import ITEM_BYTES, TensorInfo
 from enginebay.export.errors import CheckpointError
 from enginebay.export.pieces import CHUNK_BYTES, Computed, Piece, read_range, rows, whole
 from enginebay.export.roles import Role
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _plus_one(_role: Role, sources: Sequence[TensorInfo]) -> Laid:
 
 
 def _transposed(_role: Role, sources: Sequence[TensorInfo]) -> Laid:
-    return Laid(tuple(Computed(lambda source=source: _transpose(source)) for source in sources))
+    return Laid(tuple(Computed(partial(_transpose, source)) for source in sources))
 
 
 def _transpose(source: TensorInfo) -> Iterator[bytes]:

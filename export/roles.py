@@ -13,9 +13,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Role:
-    """A weight of the graph. `parts` are concatenated along axis 0; with `experts` the whole is stacked that often.
+    """A weight of the graph. `parts` are concatenated along axis 0; with `experts` the whole is stacked
+    that often.
 
-    `key` is the name a family maps to checkpoint tensors; `layer` fills its templates. `head_dim` is that of a qkv role.
+    `key` is the name a family maps to checkpoint tensors; `layer` fills its templates. `head_dim` is that
+    of a qkv role.
     """
 
     key: str
@@ -69,14 +71,14 @@ def required(spec: ModelSpec) -> Iterator[Role]:
 
 
 def _norm(key: str, layer: int | None, norm: Norm | None, size: int) -> Iterator[Role]:
-    if norm is not None and norm.weight:
+    if norm is not None:
         yield Role(f"{key}.weight", layer, ((size,),))
     if norm is not None and norm.bias:
         yield Role(f"{key}.bias", layer, ((size,),))
 
 
 def _linear(
-    key: str, layer: int, rows: tuple[int, ...], columns: int, bias: bool, head_dim: int = 0
+    key: str, layer: int, rows: tuple[int, ...], columns: int, *, bias: bool, head_dim: int = 0
 ) -> Iterator[Role]:
     yield Role(f"{key}.weight", layer, tuple((count, columns) for count in rows), head_dim=head_dim)
     if bias:
@@ -86,7 +88,12 @@ def _linear(
 def _attention(attention: Attention, layer: int, hidden: int) -> Iterator[Role]:
     queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     yield from _linear(
-        "attention.qkv", layer, (queries, keys, keys), hidden, attention.qkv_bias, attention.head_dim
+        "attention.qkv",
+        layer,
+        (queries, keys, keys),
+        hidden,
+        bias=attention.qkv_bias,
+        head_dim=attention.head_dim,
     )
     if attention.qk_norm != "none":
         per_head = attention.qk_norm == "head"
@@ -94,35 +101,35 @@ def _attention(attention: Attention, layer: int, hidden: int) -> Iterator[Role]:
         yield Role("attention.k_norm.weight", layer, ((attention.head_dim if per_head else keys,),))
     if attention.sinks:
         yield Role("attention.sinks", layer, ((attention.num_heads,),))
-    yield from _linear("attention.out", layer, (hidden,), queries, attention.out_bias)
+    yield from _linear("attention.out", layer, (hidden,), queries, bias=attention.out_bias)
 
 
 def _latent(attention: LatentAttention, layer: int, hidden: int) -> Iterator[Role]:
     queries = attention.num_heads * (attention.nope_dim + attention.rope_dim)
     if attention.q_rank:
-        yield from _linear("attention.q_down", layer, (attention.q_rank,), hidden, attention.bias)
+        yield from _linear("attention.q_down", layer, (attention.q_rank,), hidden, bias=attention.bias)
         yield Role("attention.q_latent_norm.weight", layer, ((attention.q_rank,),))
-        yield from _linear("attention.q_up", layer, (queries,), attention.q_rank, False)
+        yield from _linear("attention.q_up", layer, (queries,), attention.q_rank, bias=False)
     else:
-        yield from _linear("attention.q", layer, (queries,), hidden, False)
+        yield from _linear("attention.q", layer, (queries,), hidden, bias=False)
     yield from _linear(
-        "attention.kv_down", layer, (attention.kv_rank + attention.rope_dim,), hidden, attention.bias
+        "attention.kv_down", layer, (attention.kv_rank + attention.rope_dim,), hidden, bias=attention.bias
     )
     yield Role("attention.kv_latent_norm.weight", layer, ((attention.kv_rank,),))
     rows = attention.num_heads * (attention.nope_dim + attention.value_dim)
-    yield from _linear("attention.kv_up", layer, (rows,), attention.kv_rank, False)
+    yield from _linear("attention.kv_up", layer, (rows,), attention.kv_rank, bias=False)
     columns = attention.num_heads * attention.value_dim
-    yield from _linear("attention.out", layer, (hidden,), columns, attention.bias)
+    yield from _linear("attention.out", layer, (hidden,), columns, bias=attention.bias)
 
 
 def _mlp(key: str, layer: int, mlp: Mlp, hidden: int) -> Iterator[Role]:
     first, rows = ("gate_up", (mlp.intermediate,) * 2) if mlp.gated else ("up", (mlp.intermediate,))
-    yield from _linear(f"{key}.{first}", layer, rows, hidden, mlp.up_bias)
-    yield from _linear(f"{key}.down", layer, (hidden,), mlp.intermediate, mlp.down_bias)
+    yield from _linear(f"{key}.{first}", layer, rows, hidden, bias=mlp.up_bias)
+    yield from _linear(f"{key}.down", layer, (hidden,), mlp.intermediate, bias=mlp.down_bias)
 
 
 def _moe(moe: Moe, layer: int, hidden: int) -> Iterator[Role]:
-    yield from _linear("moe.router", layer, (moe.num_experts,), hidden, moe.router_bias)
+    yield from _linear("moe.router", layer, (moe.num_experts,), hidden, bias=moe.router_bias)
     if moe.correction_bias:
         yield Role("moe.correction_bias", layer, ((moe.num_experts,),))
     rows = (moe.intermediate, moe.intermediate)
@@ -135,4 +142,4 @@ def _moe(moe: Moe, layer: int, hidden: int) -> Iterator[Role]:
     if moe.shared is not None:
         yield from _mlp("moe.shared", layer, moe.shared, hidden)
         if moe.shared_gate:
-            yield from _linear("moe.shared_gate", layer, (1,), hidden, False)
+            yield from _linear("moe.shared_gate", layer, (1,), hidden, bias=False)

@@ -1,7 +1,7 @@
 """Rotary position embeddings: reading them from a config, and their tables.
 
-Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753); llama3 and dynamic scaling as defined
-by the HF configs that name them. Tables are computed in float64 and stored in float32.
+Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753); llama3 and dynamic scaling
+as defined by the HF configs that name them. Tables are computed in float64 and stored in float32.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import Any, cast, get_args
 
 import numpy as np
-from numpy.typing import NDArray
-
 from enginebay.export.config import Config
 from enginebay.export.pieces import Computed
 from enginebay.export.spec import Rope, RopeKind
+from numpy.typing import NDArray
 
 _CHUNK_ROWS = 4096
 
@@ -25,8 +24,8 @@ def read_rope(
 ) -> Rope:
     """The one RoPE of a config: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-    `positions` is max_position_embeddings; `theta` and `partial` are the family's defaults. Raises UnsupportedModel for
-    an unknown kind or parameter.
+    `positions` is max_position_embeddings; `theta` and `partial` are the family's defaults. Raises
+    UnsupportedModelError for an unknown kind or parameter.
     """
     theta = config.number("rope_theta", theta)
     partial = config.number("partial_rotary_factor", partial)
@@ -41,7 +40,10 @@ def read_rope(
 def rope_from_table(
     table: Config, head_dim: int, positions: int, *, theta: float, partial: float, original: int | None = None
 ) -> Rope:
-    """One set of RoPE parameters. Raises UnsupportedModel, naming key and value, for what is not known."""
+    """One set of RoPE parameters.
+
+    Raises UnsupportedModelError, naming key and value, for what is not known.
+    """
     kind = table.text("rope_type", table.raw("type", "default"))
     table.ignore("type")
     if kind not in get_args(RopeKind):
@@ -101,12 +103,18 @@ def _longrope_attention_factor(table: Config, factor: float, original: int) -> f
 
 
 def table_rows(rope: Rope, positions: int) -> int:
-    """Rows of the table of a model with `positions`: the short rows, where there are any, then one per position."""
+    """Rows of the table of a model with `positions`.
+
+    The short rows, where there are any, then one per position.
+    """
     return positions + (rope.original_positions if rope.switches else 0)
 
 
 def rope_tables(rope: Rope, positions: int) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """cos and sin, float32 [rows, rotary_dim/2], in chunks of rows: first the short table where the kind switches."""
+    """cos and sin, float32 [rows, rotary_dim/2], in chunks of rows.
+
+    First the short table where the kind switches.
+    """
     spans = [(positions, frequencies(rope, positions))]
     if rope.switches:
         spans.insert(0, (rope.original_positions, frequencies(rope, rope.original_positions)))
@@ -159,7 +167,8 @@ def _llama3(rope: Rope, base: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _yarn(rope: Rope, base: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Pairs that turn more than beta_fast times over the original length are kept, fewer than beta_slow divided."""
+    """Pairs that turn more than beta_fast times over the original length are kept, fewer than beta_slow
+    divided."""
 
     def pair_turning(turns: float) -> float:
         return (

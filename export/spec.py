@@ -1,8 +1,8 @@
 """ModelSpec: what a decoder is, as plain frozen data.
 
-A family (`enginebay.export.families`) makes one from an HF config; the graph, the weights' plan, the builder and the
-manifest read nothing else. `to_json` and `from_json` round-trip exactly; a document of another schema or with
-unknown keys is refused.
+A family (`enginebay.export.families`) makes one from an HF config; the graph, the weights' plan, the
+builder and the manifest read nothing else. `to_json` and `from_json` round-trip exactly; a document of
+another schema or with unknown keys is refused.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Norm:
 
     kind: Literal["rms", "layer"]
     epsilon: float
-    weight: bool = True
     bias: bool = False
 
 
 @dataclass(frozen=True)
 class Rope:
-    """One RoPE table: `rotary_dim` of each head turned by position·frequency, cos and sin times `attention_factor`.
+    """One RoPE table: `rotary_dim` of each head turned by position·frequency, cos and sin times
+    `attention_factor`.
 
-    `short_factors` and `long_factors` (longrope) divide the frequencies, one value per pair. Kinds with a switch
-    (longrope, dynamic) hold two tables, see `ModelSpec.rope_switch`.
+    `short_factors` and `long_factors` (longrope) divide the frequencies, one value per pair. Kinds with a
+    switch (longrope, dynamic) hold two tables, see `ModelSpec.rope_switch`.
     """
 
     kind: RopeKind
@@ -67,7 +67,8 @@ class Rope:
 class Attention:
     """Grouped-query attention over the paged cache. `rope` indexes ModelSpec.ropes; None: no positions here.
 
-    qk_norm `head`: one weight [head_dim] for every head; `projection`: one over all heads together (before RoPE both).
+    qk_norm `head`: one weight [head_dim] for every head; `projection`: one over all heads together (before
+    RoPE both).
     """
 
     type: Literal["attention"]
@@ -123,10 +124,11 @@ class Mlp:
 class Moe:
     """Mixture of experts, each a gated MLP of width `intermediate`.
 
-    Routing, in fp32: scores = softmax or sigmoid of the router's logits; `correction_bias` is added for the choice only;
-    with `groups` > 1 only the best `top_groups` groups compete (a group's worth: its best score, or the sum of its two best
-    with `group_score` `top2`); the top_k scores, divided by their sum where `normalise`, times `scale`, weigh the experts.
-    `topk_softmax`: softmax over the chosen logits. `swiglu_limit` > 0: gate is clamped from above and up on both sides, then
+    Routing, in fp32: scores = softmax or sigmoid of the router's logits; `correction_bias` is added for the
+    choice only; with `groups` > 1 only the best `top_groups` groups compete (a group's worth: its best
+    score, or the sum of its two best with `group_score` `top2`); the top_k scores, divided by their sum
+    where `normalise`, times `scale`, weigh the experts. `topk_softmax`: softmax over the chosen logits.
+    `swiglu_limit` > 0: gate is clamped from above and up on both sides, then
     (up+1)·gate·sigmoid(swiglu_alpha·gate).
     """
 
@@ -154,9 +156,9 @@ class Moe:
 class Layer:
     """One decoder block.
 
-    x += residual_scale · post_attention_norm(attention(pre_attention_norm(x))), the same with the MLP; absent norms are
-    the identity. `parallel`: both read the block's input and are added together; without pre_mlp_norm the MLP reads what the
-    attention reads.
+    x += residual_scale · post_attention_norm(attention(pre_attention_norm(x))), the same with the MLP;
+    absent norms are the identity. `parallel`: both read the block's input and are added together; without
+    pre_mlp_norm the MLP reads what the attention reads.
     """
 
     attention: Attention | LatentAttention
@@ -173,8 +175,9 @@ class Layer:
 class CacheGroup:
     """Layers whose caches share a block table.
 
-    A `paged` block is [2, block_size, kv_heads, head_dim]; a `latent` block [block_size, head_dim], where head_dim is
-    rank + rope. `window` and `state` are reserved for groups that free blocks on their own and for recurrent layers.
+    A `paged` block is [2, block_size, kv_heads, head_dim]; a `latent` block [block_size, head_dim], where
+    head_dim is rank + rope. `window` and `state` are reserved for groups that free blocks on their own and
+    for recurrent layers.
     """
 
     kind: Literal["paged", "latent", "window", "state"]
@@ -191,9 +194,11 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder. Logits = softcap(logits_scale · head(final_norm(x))); embeddings are multiplied by `embedding_scale`.
+    """A decoder. Logits = softcap(logits_scale · head(final_norm(x))); embeddings are multiplied by
+    `embedding_scale`.
 
-    `learned_positions` > 0: rows of a learned position table added to the embeddings (row = position + offset).
+    `learned_positions` > 0: rows of a learned position table added to the embeddings (row = position +
+    offset).
     """
 
     family: str
@@ -225,8 +230,9 @@ class ModelSpec:
     def rope_switch(self) -> int:
         """Longest sequence that reads the first RoPE table; 0: there is one table.
 
-        Where it is not 0 the tables hold `rope_switch` short rows, then `max_positions` long rows: a sequence longer than
-        `rope_switch` adds `rope_switch` to its position_ids and recomputes its whole cache when it crosses.
+        Where it is not 0 the tables hold `rope_switch` short rows, then `max_positions` long rows: a
+        sequence longer than `rope_switch` adds `rope_switch` to its position_ids and recomputes its whole
+        cache when it crosses.
         """
         return next((rope.original_positions for rope in self.ropes if rope.switches), 0)
 
@@ -297,7 +303,8 @@ def _check(spec: ModelSpec) -> None:
             for label, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
                 need(
                     len(factors) == pairs,
-                    f"longrope {label}_factor has {len(factors)} values, rotary_dim {rope.rotary_dim} needs {pairs}",
+                    f"longrope {label}_factor has {len(factors)} values, rotary_dim {rope.rotary_dim} "
+                    f"needs {pairs}",
                 )
         if rope.switches:
             need(

@@ -1,7 +1,8 @@
-"""From a checkpoint's tensors to one sidecar: what goes where, checked before anything is written, then streamed.
+"""From a checkpoint's tensors to one sidecar: what goes where, checked before anything is written, then
+streamed.
 
-No tensor is ever whole in memory: plain weights are file ranges that the kernel copies, the few others are made in
-bounded chunks.
+No tensor is ever whole in memory: plain weights are file ranges that the kernel copies, the few others are
+made in bounded chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Initializer:
-    """One weight of the graph: its bytes in the sidecar, [offset, offset + nbytes), come from `pieces` in order."""
+    """One weight of the graph.
+
+    Its bytes in the sidecar, [offset, offset + nbytes), come from `pieces` in order.
+    """
 
     name: str
     dtype: str  # as safetensors says
@@ -48,7 +52,10 @@ class Initializer:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All initializers by role, with offsets; `spec` with `tied_embeddings` as the values decide; what to tell the user."""
+    """All initializers by role, with offsets.
+
+    `spec` with `tied_embeddings` as the values decide; what to tell the user.
+    """
 
     spec: ModelSpec
     initializers: dict[str, Initializer]
@@ -61,7 +68,10 @@ class WeightPlan:
 
 
 def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> WeightPlan:
-    """Assigns every tensor of the checkpoint. Raises CheckpointError naming missing, extra and mis-shaped ones."""
+    """Assigns every tensor of the checkpoint.
+
+    Raises CheckpointError naming missing, extra and mis-shaped ones.
+    """
     consumed: set[str] = set()
     spec, notes = _decide_tie(spec, family, checkpoint, consumed)
     missing: list[str] = []
@@ -111,7 +121,10 @@ def write_sidecar(plan: WeightPlan, path: Path, progress: Progress | None = None
 def _decide_tie(
     spec: ModelSpec, family: Family, checkpoint: Checkpoint, consumed: set[str]
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The head is tied where the values say so: a head that differs from the embeddings is kept whatever the config says."""
+    """The head is tied where the values say so.
+
+    A head that differs from the embeddings is kept whatever the config says.
+    """
     (embed_name,), (head_name,) = (
         family.tensor_names(key, None) for key in ("embed.weight", "lm_head.weight")
     )
@@ -124,7 +137,8 @@ def _decide_tie(
         return replace(spec, tied_embeddings=True), (note,)
     if spec.tied_embeddings:
         note = (
-            f"config.json says tie_word_embeddings, but the checkpoint's '{head_name}' differs from '{embed_name}': "
+            f"config.json says tie_word_embeddings, but the checkpoint's '{head_name}' differs from "
+            f"'{embed_name}': "
             "both are kept, as transformers does"
         )
         return replace(spec, tied_embeddings=False), (note,)
@@ -153,7 +167,8 @@ def _initializer(role: Role, family: Family, sources: Sequence[TensorInfo]) -> I
     dtypes = {source.dtype for source in sources}
     if len(dtypes) > 1:
         raise CheckpointError(
-            f"'{sources[0].name}' and '{sources[-1].name}' become one weight but are {' and '.join(sorted(dtypes))}"
+            f"'{sources[0].name}' and '{sources[-1].name}' become one weight but are "
+            f"{' and '.join(sorted(dtypes))}"
         )
     dtype = sources[0].dtype
     if dtype not in _FLOATS:
@@ -169,7 +184,10 @@ def _initializer(role: Role, family: Family, sources: Sequence[TensorInfo]) -> I
 
 
 def _expected(role: Role, count: int, layout: str) -> list[tuple[int, ...]]:
-    """Shapes of the checkpoint's tensors: one per part, one for all parts, one per part and expert, or one stacked."""
+    """Shapes of the checkpoint's tensors.
+
+    One per part, one for all parts, one per part and expert, or one stacked.
+    """
     if role.experts and count == 1:
         shapes = [role.shape]
     elif role.experts:
@@ -186,7 +204,8 @@ def _account_for_extras(family: Family, checkpoint: Checkpoint, consumed: set[st
     unknown = [name for name in extras if name not in ignored]
     if unknown:
         raise CheckpointError(
-            f"{len(unknown)} tensors of the checkpoint are not part of a {family.architecture} with this config: "
+            f"{len(unknown)} tensors of the checkpoint are not part of a {family.architecture} with "
+            "this config: "
             f"{_some(unknown)}. Leaving them out would give a different model"
         )
     return ignored

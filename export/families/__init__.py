@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginebay.export.config import Config
-from enginebay.export.errors import UnsupportedModel
+from enginebay.export.errors import UnsupportedModelError
 from enginebay.export.families import llama
 from enginebay.export.families.base import Family
 from enginebay.export.spec import ModelSpec
@@ -15,28 +15,36 @@ FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
 
 
 def find_family(values: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises UnsupportedModel naming the architecture and what is supported."""
+    """The family of a config.json.
+
+    Raises UnsupportedModelError naming the architecture and what is supported.
+    """
     architectures = values.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise UnsupportedModel(f"config.json: 'architectures' is {architectures!r}: must name exactly one")
+        raise UnsupportedModelError(
+            f"config.json: 'architectures' is {architectures!r}: must name exactly one"
+        )
     architecture = architectures[0]
     for family in FAMILIES:
         if family.architecture == architecture:
             if values.get("model_type") != family.model_type:
-                raise UnsupportedModel(
+                raise UnsupportedModelError(
                     f"config.json: architecture {architecture} goes with model_type '{family.model_type}', "
                     f"it says {values.get('model_type')!r}"
                 )
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     reason = "" if str(architecture).endswith("ForCausalLM") else " It is not a causal language model."
-    raise UnsupportedModel(
+    raise UnsupportedModelError(
         f"config.json: architecture {architecture!r} is not supported.{reason} Supported: {known}"
     )
 
 
 def read_spec(values: Mapping[str, Any]) -> tuple[Family, ModelSpec]:
-    """Family and spec of a config.json. Raises UnsupportedModel or SpecError; every key of the config is accounted for."""
+    """Family and spec of a config.json.
+
+    Raises UnsupportedModelError or SpecError; every key of the config is accounted for.
+    """
     family = find_family(values)
     config = Config(values)
     spec = family.spec(config)

@@ -22,10 +22,10 @@ Names = Mapping[str, str | tuple[str, ...]]
 class Family:
     """One architecture, as data.
 
-    `names` maps a role's key (enginebay.export.roles) to checkpoint names: one, or one per part of a fused weight. A key
-    without `.weight` or `.bias` stands for both, and the suffix is appended. `{layer}` and `{expert}` are filled in.
-    `layouts` says which weights are not plain rows; `ignorable` are regular expressions of tensors that hold
-    nothing a forward pass needs.
+    `names` maps a role's key (enginebay.export.roles) to checkpoint names: one, or one per part of a fused
+    weight. A key without `.weight` or `.bias` stands for both, and the suffix is appended. `{layer}` and
+    `{expert}` are filled in. `layouts` says which weights are not plain rows; `ignorable` are regular
+    expressions of tensors that hold nothing a forward pass needs.
     """
 
     model_type: str
@@ -36,7 +36,10 @@ class Family:
     ignorable: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
 
     def tensor_names(self, key: str, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
-        """Checkpoint tensors of a role, in the order of its parts. KeyError where the family has no such weight."""
+        """Checkpoint tensors of a role, in the order of its parts.
+
+        KeyError where the family has no such weight.
+        """
         stem, _, suffix = key.rpartition(".")
         entry, suffix = (self.names[key], "") if key in self.names else (self.names[stem], f".{suffix}")
         templates = (entry,) if isinstance(entry, str) else entry
