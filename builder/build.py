@@ -1,0 +1,224 @@
+"""`build_engine`: an exported model becomes an engine folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import onnx_ir as ir
+
+from enginebay.builder.exported import ExportedModel, read_exported
+from enginebay.builder.manifest import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    CacheGroupRecord,
+    EngineManifest,
+    FileRecord,
+    LayerRecord,
+    LimitsRecord,
+    PluginRecord,
+    QuantizationRecord,
+    enginebay_version,
+)
+from enginebay.builder.packing import RoundToNearest, WeightPacker
+from enginebay.builder.quant.recipes import Override, recipe
+from enginebay.builder.report import BuildReport
+from enginebay.builder.targets import Target, target
+from enginebay.builder.targets.base import CacheLayout
+from enginebay.builder.weights import SidecarWriter
+
+ENGINE, WEIGHTS, REPORT = "engine.onnx", "weights.bin", "report.json"
+INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
+DEFAULT_SEQUENCE = 8192
+
+
+class BuildError(ValueError):
+    """An engine that cannot be built as asked. The message names the option or the folder."""
+
+
+class Progress(Protocol):
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` bytes of weights are in the engine; `what` was the last tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What to build.
+
+    target           see builder/targets
+    quant            name of a recipe, see builder/quant/recipes.py
+    overrides        exceptions by layer name, the first that matches decides
+    max_batch        sequences of a step
+    max_step_tokens  tokens of a step, all sequences together
+    max_sequence     tokens of prompt and output; None: the model's, at most 8192
+    block_size       tokens of a cache block
+    cache_dtype      float32, float16 or bfloat16; None: the recipe's
+    """
+
+    target: str = "ort-cpu"
+    quant: str = "int4"
+    overrides: tuple[Override, ...] = ()
+    max_batch: int = 64
+    max_step_tokens: int = 2048
+    max_sequence: int | None = None
+    block_size: int = 16
+    cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise BuildError(f"{name} is {value}; it must be positive")
+        if self.max_step_tokens < self.max_batch:
+            raise BuildError(
+                f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}: "
+                "a step gives every running sequence a token"
+            )
+        if self.cache_dtype not in (None, "float32", "float16", "bfloat16"):
+            raise BuildError(
+                f"cache_dtype '{self.cache_dtype}' is unknown; there are float32, float16, bfloat16"
+            )
+
+
+def build_engine(
+    exported: Path, out: Path, config: BuildConfig | None = None, progress: Progress | None = None
+) -> BuildReport:
+    """Builds `exported` into the engine folder `out`, which appears whole or not at all.
+
+    Weights stream from sidecar to sidecar; memory stays near one chunk of one tensor. An engine already at
+    `out` is replaced, any other folder with files in it is refused. Raises ExportedError,
+    QuantizationError, TargetError or BuildError; nothing is left behind then.
+    """
+    started = time.monotonic()
+    config = config or BuildConfig()
+    chosen = recipe(config.quant).with_overrides(config.overrides)
+    where = target(config.target)
+    source = read_exported(exported)
+    limits = _limits(source, config)
+    cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
+    packer = WeightPacker(chosen, where.plugins, RoundToNearest())
+    rewrites = where.lower(source.model, packer, cache)
+    with _replacing(out) as folder:
+        weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
+        _name_engine(source.model, where)
+        ir.save(source.model, folder / ENGINE)
+        for path in source.companions:
+            shutil.copyfile(path, folder / path.name)
+        layers = {
+            result.layer: LayerRecord(result.format.key, result.method, result.shape, result.packed_bytes)
+            for result in packer.results
+        }
+        manifest = EngineManifest(
+            schema_version=SCHEMA_VERSION,
+            enginebay_version=enginebay_version(),
+            source=source.source,
+            model=source.spec_document,
+            target=where.record,
+            plugins=PluginRecord(where.plugins.op_table, packer.layouts, where.plugins.sha256),
+            opset=source.model.graph.opset_imports[""],
+            quantization=QuantizationRecord(chosen.name, layers),
+            cache_groups=_cache_groups(source, cache),
+            limits=limits,
+            files=(
+                FileRecord.of(folder / ENGINE, sampled=False),
+                FileRecord.of(folder / WEIGHTS, sampled=True),
+                *(FileRecord.of(folder / path.name, sampled=False) for path in source.companions),
+            ),
+            weight_bytes=weight_bytes,
+            built_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            build_seconds=round(time.monotonic() - started, 3),
+        )
+        report = BuildReport(
+            engine=out,
+            manifest=manifest,
+            layers=tuple(packer.results),
+            rewrites=tuple(rewrites),
+            nodes=source.model.graph.num_nodes(),
+            seconds=time.monotonic() - started,
+        )
+        report.save(folder / REPORT)
+        manifest.save(folder)
+    return report
+
+
+def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:
+    longest = source.spec.max_positions
+    if config.max_sequence is not None and config.max_sequence > longest:
+        raise BuildError(
+            f"max_sequence {config.max_sequence} is more than the {longest} positions "
+            f"of {source.spec.architecture}"
+        )
+    sequence = config.max_sequence or min(longest, DEFAULT_SEQUENCE)
+    return LimitsRecord(config.max_batch, config.max_step_tokens, sequence, source.spec.vocab_size)
+
+
+def _cache_groups(source: ExportedModel, cache: CacheLayout) -> tuple[CacheGroupRecord, ...]:
+    return tuple(
+        CacheGroupRecord(
+            group.kind,
+            group.layers,
+            cache.dtype,
+            cache.block_size,
+            tuple(group.block_shape(cache.block_size)),
+        )
+        for group in source.spec.cache_groups
+    )
+
+
+def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: Progress | None) -> int:
+    """Moves every large initializer into the sidecar `path`; its bytes."""
+    total = sum(_nbytes(value) for value in graph.initializers.values())
+    done = 0
+    with SidecarWriter(path) as sidecar:
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            assert tensor is not None
+            size = tensor.nbytes
+            shape = tuple(int(dim) for dim in tensor.shape.numpy())
+            if packer.is_packed(name):
+                value.const_value = sidecar.write(name, tensor.dtype, shape, packer.pack(name))
+            elif size > INLINE_BYTES:
+                value.const_value = sidecar.write(name, tensor.dtype, shape, [tensor.tobytes()])
+            elif isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.tensor(tensor.numpy().copy(), name=name)
+            done += size
+            if progress is not None:
+                progress(done, total, name)
+        return sidecar.nbytes
+
+
+def _nbytes(value: ir.Value) -> int:
+    assert value.const_value is not None
+    return value.const_value.nbytes
+
+
+def _name_engine(model: ir.Model, where: Target) -> None:
+    model.producer_name, model.producer_version = "enginebay", enginebay_version()
+    model.metadata_props["enginebay.graph"] = where.record.name
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; it takes `out`'s place if all went well and is gone otherwise."""
+    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise BuildError(f"{out}: exists and is not an engine folder; choose another place or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    building = out.parent / f".{out.name}.building-{os.getpid()}"
+    retired = out.parent / f".{out.name}.retired-{os.getpid()}"
+    building.mkdir()
+    try:
+        yield building
+        if out.exists():
+            out.rename(retired)
+        building.rename(out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""Gemm over a checkpoint's weights becomes QuantLinear over packed weights."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from enginebay.builder.lower.graph import (
+    RewriteReport,
+    float_attribute,
+    int_attribute,
+    plugin_node,
+    replace,
+    static_shape,
+    through_cast,
+)
+from enginebay.builder.packing import WeightPacker
+from enginebay.plugins import ops
+
+
+def lower_linears(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
+    """Rewrites Gemm(x, W [N, K], [bias [N]], transB=1), W an initializer or a Cast of one, alpha and beta
+    1."""
+    report = RewriteReport("quant_linear")
+    for node in list(graph):
+        if node.op_type not in ("Gemm", "MatMul") or node.domain != "":
+            continue
+        reason = _obstacle(node)
+        if reason is not None:
+            report.miss(node, reason)
+            continue
+        x, weight, bias = node.inputs[0], node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
+        assert weight is not None
+        packed = packer.place(graph, node.name or "linear", through_cast(weight))
+        y = ir.Value(type=ir.TensorType(ir.DataType.FLOAT))
+        lowered = plugin_node(
+            ops.QUANT_LINEAR, [x, packed.value, *([bias] if bias else [])], packed.attributes, [y], node.name
+        )
+        replace(graph, node, lowered, [(node.outputs[0], y)])
+        report.matched += 1
+    return report
+
+
+def _obstacle(node: ir.Node) -> str | None:
+    """Why this product stays as it is; None where it can be lowered."""
+    weight = node.inputs[1]
+    assert weight is not None
+    source = through_cast(weight)
+    if not source.is_initializer():
+        return "its second operand is computed, not a weight"
+    if node.op_type == "MatMul":
+        return "MatMul holds the weight as [K, N]; the canonical form is Gemm with transB=1"
+    shape = static_shape(source)
+    if shape is None or len(shape) != 2:
+        return f"weight {source.name} has shape {shape}, not [N, K]"
+    if int_attribute(node, "transB", 0) != 1 or any(
+        (
+            int_attribute(node, "transA", 0),
+            *(float_attribute(node, key, 1.0) != 1.0 for key in ("alpha", "beta")),
+        )
+    ):
+        return "needs transA=0, transB=1, alpha=1 and beta=1"
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None:
+        held = through_cast(bias)
+        if not held.is_initializer() or static_shape(held) != (shape[0],):
+            return f"bias {held.name} is not an initializer of {shape[0]} values"
+    return None

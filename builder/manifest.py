@@ -1,0 +1,314 @@
+"""`manifest.json`: what an engine folder holds, what it was built from and what it needs to run.
+
+Serving imports this module, so it needs numpy and the standard library only. `EngineManifest.load` reads and
+validates the document itself; `EngineManifest.check` compares it with the folder's files and with the
+machine.
+
+What must agree, and how strictly:
+
+* strict: schema version; EngineBay's major.minor version; target; the target library's exact version; the op
+  table; the weight layout of every format the engine holds; size and identity of every file.
+* reported, not refused: EngineBay's patch version and the plugin library's hash. A library rebuilt from the
+  same sources by another compiler has another hash, but the op table and the layouts say what it can read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginebay.builder.document import DocumentError, from_json
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+MANIFEST_BYTES_MAX = 64 << 20
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+class ManifestError(ValueError):
+    """An engine folder that cannot be used here. `problems` lists every disagreement, one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """The checkpoint behind the engine. `identity` is a hex digest over its configuration and weights."""
+
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """Where the engine runs, e.g. ort-cpu with onnxruntime 1.32.0."""
+
+    name: str
+    library: str
+    library_version: str
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """The kernel library the weights were packed by. `layouts`: weight format key -> layout name and
+    version."""
+
+    op_table: str
+    layouts: Mapping[str, str]
+    library_sha256: str
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What one layer became. `format` is a WeightFormat's key, such as i4.b32.asym; `method` how it was
+    reached."""
+
+    format: str
+    method: str
+    shape: tuple[int, ...]
+    packed_bytes: int
+
+
+@dataclass(frozen=True)
+class QuantizationRecord:
+    recipe: str
+    layers: Mapping[str, LayerRecord]
+
+
+@dataclass(frozen=True)
+class CacheGroupRecord:
+    """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`."""
+
+    kind: str
+    layers: tuple[int, ...]
+    dtype: str
+    block_size: int
+    block_shape: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group."""
+        return len(self.layers) * math.prod(self.block_shape) * CACHE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class LimitsRecord:
+    """All counts. `max_sequence`: tokens of prompt and output together; `max_step_tokens`: of all
+    sequences."""
+
+    max_batch: int
+    max_step_tokens: int
+    max_sequence: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the folder. `digest` is SHA-256 of the whole, or, where `sampled`, of the size and evenly
+    spaced samples: enough to tell a moved, cut or exchanged sidecar without reading gigabytes."""
+
+    name: str
+    size: int
+    digest: str
+    sampled: bool
+
+    @staticmethod
+    def of(path: Path, *, sampled: bool) -> FileRecord:
+        return FileRecord(path.name, path.stat().st_size, _digest(path, sampled=sampled), sampled)
+
+
+@dataclass(frozen=True)
+class RuntimeFacts:
+    """This machine, as `check` compares it. `layouts` need only hold the formats of the engine."""
+
+    target: str
+    library: str
+    library_version: str
+    op_table: str
+    layouts: Mapping[str, str]
+    plugin_sha256: str
+
+
+@dataclass(frozen=True)
+class EngineManifest:
+    """The whole document; field names are its keys. `model` is the ModelSpec as export/spec.py writes it."""
+
+    schema_version: int
+    enginebay_version: str
+    source: SourceModel
+    model: Mapping[str, Any]
+    target: TargetRecord
+    plugins: PluginRecord
+    opset: int
+    quantization: QuantizationRecord
+    cache_groups: tuple[CacheGroupRecord, ...]
+    limits: LimitsRecord
+    files: tuple[FileRecord, ...]
+    weight_bytes: int
+    built_at: str
+    build_seconds: float
+
+    @property
+    def rebuild_command(self) -> str:
+        """The command that makes this engine again from its exported model."""
+        return (
+            f"rebuild with: enginebay build EXPORTED {{engine}} --target {self.target.name} "
+            f"--quant {self.quantization.recipe}"
+        )
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(folder: Path) -> EngineManifest:
+        """The manifest of engine `folder`. ManifestError naming the file and key for anything malformed."""
+        path = folder / MANIFEST
+        try:
+            size = path.stat().st_size
+            text = path.read_text(encoding="utf-8") if size <= MANIFEST_BYTES_MAX else ""
+        except FileNotFoundError:
+            raise ManifestError(
+                [
+                    f"{path}: not found; {folder} is not an engine folder: build one with "
+                    f"'enginebay build EXPORTED {folder}'"
+                ]
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ManifestError([f"{path}: cannot be read: {error}"]) from error
+        if size > MANIFEST_BYTES_MAX:
+            raise ManifestError([f"{path}: {size} bytes, more than a manifest's {MANIFEST_BYTES_MAX}"])
+        try:
+            document = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ManifestError([f"{path}: not JSON ({error}); build the engine again"]) from error
+        if not isinstance(document, dict):
+            raise ManifestError([f"{path}: holds {type(document).__name__}, not an object"])
+        version = document.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ManifestError(
+                [
+                    f"{path}: schema_version: the engine has {version!r}, this EngineBay reads "
+                    f"{SCHEMA_VERSION}; rebuild with: enginebay build EXPORTED {folder}"
+                ]
+            )
+        try:
+            manifest = from_json(EngineManifest, document)
+        except DocumentError as fault:
+            raise ManifestError([f"{path}: {fault}; build the engine again"]) from None
+        for index, record in enumerate(manifest.files):
+            if Path(record.name).name != record.name:
+                raise ManifestError(
+                    [f"{path}: files[{index}].name: {record.name!r} is not a plain file name"]
+                )
+        for index, group in enumerate(manifest.cache_groups):
+            if group.dtype not in CACHE_BYTES:
+                raise ManifestError(
+                    [
+                        f"{path}: cache_groups[{index}].dtype: {group.dtype!r} is none of "
+                        + ", ".join(CACHE_BYTES)
+                    ]
+                )
+        return manifest
+
+    def check(self, folder: Path, facts: RuntimeFacts) -> list[str]:
+        """Compare with the files in `folder` and with this machine.
+
+        Returns the accepted differences, one line each. Raises ManifestError with every disagreement: the
+        file and key, both values, and what to do.
+        """
+        problems = self._file_problems(folder)
+        notes: list[str] = []
+        where = folder / MANIFEST
+        fix = self.rebuild_command.format(engine=folder)
+
+        def differ(key: str, engine: object, here: object) -> None:
+            if engine != here:
+                problems.append(
+                    f"{where}: {key}: the engine has {engine!r}, this machine has {here!r}; {fix}"
+                )
+
+        from_here = enginebay_version()
+        if _minor(self.enginebay_version) != _minor(from_here):
+            differ("enginebay_version", self.enginebay_version, from_here)
+        elif self.enginebay_version != from_here:
+            notes.append(
+                f"{where}: enginebay_version: built by {self.enginebay_version}, running {from_here}"
+            )
+        differ("target.name", self.target.name, facts.target)
+        differ("target.library", self.target.library, facts.library)
+        differ("target.library_version", self.target.library_version, facts.library_version)
+        differ("plugins.op_table", self.plugins.op_table, facts.op_table)
+        for key, layout in self.plugins.layouts.items():
+            differ(f"plugins.layouts.{key}", layout, facts.layouts.get(key, "none"))
+        if problems:
+            raise ManifestError(problems)
+        if self.plugins.library_sha256 != facts.plugin_sha256:
+            notes.append(
+                f"{where}: plugins.library_sha256: built with {self.plugins.library_sha256[:12]}, running "
+                f"{facts.plugin_sha256[:12]}; accepted, as op table and weight layouts agree"
+            )
+        return notes
+
+    def _file_problems(self, folder: Path) -> list[str]:
+        problems = []
+        for record in self.files:
+            path = folder / record.name
+            if not path.is_file():
+                problems.append(
+                    f"{path}: not found, but {MANIFEST} lists it; move an engine folder as a whole, or "
+                    + self.rebuild_command.format(engine=folder)
+                )
+                continue
+            size = path.stat().st_size
+            if size != record.size:
+                what = "cut short" if size < record.size else "too long"
+                problems.append(
+                    f"{path}: {what}: {MANIFEST} has {record.size} bytes, the file {size}; copy it again, or "
+                    + self.rebuild_command.format(engine=folder)
+                )
+            elif (digest := _digest(path, sampled=record.sampled)) != record.digest:
+                problems.append(
+                    f"{path}: not the file that was built: {MANIFEST} has digest {record.digest[:12]}, the "
+                    f"file {digest[:12]}; copy it again, or " + self.rebuild_command.format(engine=folder)
+                )
+        return problems
+
+
+def enginebay_version() -> str:
+    """The version of the installed distribution."""
+    from importlib.metadata import version
+
+    return version("enginebay")
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])
+
+
+def _digest(path: Path, *, sampled: bool) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if not sampled:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+            return digest.hexdigest()
+        size = file.seek(0, os.SEEK_END)
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - _SAMPLE_BYTES)
+        for index in range(_SAMPLES):
+            file.seek(last * index // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

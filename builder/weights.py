@@ -1,0 +1,108 @@
+"""Weights on their way from the exported sidecar into the engine's, a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+ALIGNMENT = 4096  # of every tensor in a sidecar, so that each can be mapped by itself
+CHUNK_BYTES = 16 << 20  # of float32 rows in memory at once
+ROW_GROUP = 64  # chunks of a matrix begin at multiples of it
+
+Bytes = bytes | memoryview | NDArray[Any]
+
+
+class SidecarError(ValueError):
+    """A sidecar that does not hold what the graph says. The message names file, tensor and sizes."""
+
+
+@dataclass(frozen=True)
+class WeightMatrix:
+    """A two-dimensional initializer [N, K], read by rows and never as a whole."""
+
+    name: str
+    tensor: ir.TensorProtocol
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (int(dim) for dim in self.tensor.shape.numpy())
+        return rows, columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """float32 [stop - start, K]."""
+        columns = self.shape[1]
+        if not isinstance(self.tensor, ir.ExternalTensor):
+            return self.tensor.numpy()[start:stop].astype(np.float32)
+        dtype = self.tensor.dtype.numpy()
+        offset = (self.tensor.offset or 0) + start * columns * dtype.itemsize
+        count = (stop - start) * columns
+        values = np.fromfile(self.tensor.path, dtype=dtype, count=count, offset=offset)
+        if values.size != count:
+            raise SidecarError(
+                f"{self.tensor.path}: ends inside tensor {self.name}: {count} values expected at byte "
+                f"{offset}, {values.size} found; export the model again"
+            )
+        return values.reshape(stop - start, columns).astype(np.float32)
+
+    def chunks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """(first row, float32 rows) over the whole matrix, about CHUNK_BYTES and whole ROW_GROUPs at a
+        time."""
+        rows, columns = self.shape
+        step = max(1, CHUNK_BYTES // (4 * columns * ROW_GROUP)) * ROW_GROUP
+        for start in range(0, rows, step):
+            yield start, self.rows(start, min(start + step, rows))
+
+
+class SidecarWriter:
+    """Writes tensors one after another into a file, each at an aligned offset."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO = path.open("wb")
+        self._end = 0
+
+    def __enter__(self) -> SidecarWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    @property
+    def nbytes(self) -> int:
+        return self._end
+
+    def write(
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Iterable[Bytes]
+    ) -> ir.ExternalTensor:
+        """Append one tensor, given piece by piece; where it now lies, as an initializer's value."""
+        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+        self._file.seek(offset)
+        length = 0
+        for chunk in chunks:
+            length += self._file.write(memoryview(chunk))
+        expected = math.ceil(math.prod(shape) * dtype.itemsize)
+        assert length == expected, f"{name}: {length} bytes written, {shape} of {dtype} takes {expected}"
+        self._end = offset + length
+        return ir.ExternalTensor(
+            self._path.name,
+            offset,
+            length,
+            dtype,
+            shape=ir.Shape(shape),
+            name=name,
+            base_dir=self._path.parent,
+        )

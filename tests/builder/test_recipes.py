@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from enginebay.builder.quant.formats import QuantizationError, WeightFormat
+from enginebay.builder.quant.recipes import RECIPES, Override, recipe
+
+
+def test_an_unknown_recipe_lists_the_known():
+    with pytest.raises(QuantizationError) as caught:
+        recipe("int3")
+    assert str(caught.value) == f"quantisation 'int3' is unknown; there are {', '.join(RECIPES)}"
+
+
+def test_roles_choose_the_format():
+    chosen = recipe("int4")
+    assert chosen.format_of("layers.0.mlp.down", (64, 128)) == chosen.linear
+    assert chosen.format_of("lm_head", (128, 64)) == chosen.head
+    assert chosen.format_of("embed", (128, 64), "embedding") == chosen.embedding
+
+
+def test_the_first_override_that_matches_decides():
+    f16, i8 = WeightFormat("f16"), WeightFormat("i8")
+    chosen = recipe("int4").with_overrides((Override("layers.0.*", f16), Override("*.mlp.down", i8)))
+    assert chosen.format_of("layers.0.mlp.down", (64, 128)) == f16
+    assert chosen.format_of("layers.1.mlp.down", (64, 128)) == i8
+    assert chosen.format_of("layers.1.mlp.gate_up", (64, 128)) == recipe("int4").linear
+
+
+def test_a_block_that_does_not_divide_names_the_layer():
+    chosen = recipe("fp16").with_overrides((Override("lm_head", WeightFormat("i4", 96)),))
+    with pytest.raises(
+        QuantizationError, match="layer lm_head: block size 96 does not divide the layer's 64"
+    ):
+        chosen.format_of("lm_head", (128, 64))
