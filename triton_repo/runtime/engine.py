@@ -13,7 +13,7 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine was built for. All counts; `num_blocks` of `block_size` tokens form the pool of each layer."""
+    """What the engine was built for. All counts; `num_blocks` of `block_size` tokens form a layer's pool."""
 
     vocab_size: int
     max_sequence: int  # tokens of prompt and output together
@@ -43,5 +43,6 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits: ...
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
-        """Logits [R, vocab] of the rows in `logits_index`. Writes this step's keys and values into the pools."""
+        """Logits [R, vocab] of the rows in `logits_index`. Writes this step's keys and values into the
+        pools. The array is valid until the next call."""
         ...

@@ -1,4 +1,4 @@
-"""What a caller hands to the runtime and what it gets back. Plain frozen data; no behaviour but validation."""
+"""What a caller hands to the runtime and what it gets back: plain frozen data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ class RequestError(ValueError):
     """A request that can never be served as asked. The message names the field, its value and the limit."""
 
 
+class OverloadedError(RuntimeError):
+    """The waiting queue is full: the same request may be served later. The message gives both numbers."""
+
+
+class UnavailableError(RuntimeError):
+    """The runtime is draining, closed or has failed: it takes no more requests. The message says which."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens.
 
-    temperature 0 is greedy. top_k 0 and -1 mean all. Repetition penalty covers prompt and output; presence and
-    frequency penalties the output only. `logprobs` None: none; n: the chosen token's and the n best. A seed makes
-    the request's choices its own whatever it is batched with.
+    temperature 0 is greedy. top_k 0 and -1 mean all. Repetition penalty covers prompt and output; presence
+    and frequency penalties the output only. `logprobs` None: none; n: the chosen token's and the n best. With
+    a seed the same request gets the same choices whatever it is batched with.
     """
 
     max_tokens: int = 16
@@ -51,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log probability under the model (before temperature and filters) and the best alternatives."""
+    """A token's log probability under the model (before penalties, temperature, filters) and the best."""
 
     token_id: int
     logprob: float
@@ -69,7 +77,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step produced for one request. Exactly one Output of a request has `finish_reason` set: its last."""
+    """What one step produced for one request. Its last Output alone has `finish_reason` set."""
 
     request_id: str
     text: str
