@@ -124,13 +124,14 @@ def storable_scales(scales: Float32) -> Float32:
 
 
 def check_finite(weights: Float32, name: str, first_row: int) -> None:
-    """QuantizationError naming the first NaN, infinity or absurdly large weight of rows `weights` of `name`."""
+    """QuantizationError naming the first NaN, infinity or absurdly large weight of rows `weights` of
+    `name`."""
     finite = np.abs(weights) < WEIGHT_MAX  # false for NaN
     if not finite.all():
         row, column = np.argwhere(~finite)[0]
         raise QuantizationError(
-            f"tensor {name}: weight [{first_row + row}, {column}] is {weights[row, column]}; "
-            "a checkpoint with non-finite weights cannot be built"
+            f"tensor {name}: weight [{first_row + row}, {column}] is {weights[row, column]:g}; "
+            "a checkpoint with such weights cannot be built"
         )
 
 
