@@ -17,7 +17,7 @@ from enginebay.triton_repo.runtime.request import RequestError
 Message = Mapping[str, Any]
 
 
-class TemplateRefusal(Exception):
+class RefusalError(Exception):
     """What a template raises by `raise_exception`."""
 
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(context)
-        except TemplateRefusal as error:
+        except RefusalError as error:
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise RequestError(f"messages: the chat template fails on them: {error}") from error
@@ -103,4 +103,4 @@ def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = Fals
 
 
 def _refuse(message: str) -> None:
-    raise TemplateRefusal(message)
+    raise RefusalError(message)

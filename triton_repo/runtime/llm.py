@@ -20,8 +20,8 @@ from enginebay.triton_repo.runtime.text import TextTokenizer
 class LLM:
     """An engine folder being served in this process.
 
-    With a `sink` all outputs go there (see `EngineLoop`) and requests go in through `loop.submit`. Without one,
-    `generate` runs a request and yields its outputs. `tokenizer` is None where the folder has none.
+    With a `sink` all outputs go there (see `EngineLoop`) and requests go in through `loop.submit`. Without
+    one, `generate` runs a request and yields its outputs. `tokenizer` is None where the folder has none.
     """
 
     def __init__(

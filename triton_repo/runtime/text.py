@@ -49,7 +49,7 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer, added ones included. The model's own vocabulary may be padded beyond it."""
+        """Tokens of the tokenizer, added ones included. The model's own vocabulary may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property

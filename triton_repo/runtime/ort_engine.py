@@ -1,0 +1,221 @@
+"""An engine folder of target ort-cpu in ONNX Runtime, with its cache pools written in place."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from enginebay.builder.manifest import EngineManifest, RuntimeFacts
+from enginebay.plugins import ops
+from enginebay.plugins.load import KernelLibrary, library_hash
+from enginebay.triton_repo.runtime.engine import EngineLimits, StepInputs
+from enginebay.triton_repo.runtime.machine import available_memory, usable_cpus
+
+_log = logging.getLogger(__name__)
+
+_GRAPH = "engine.onnx"
+_MOST_CACHE_BYTES = 4 << 30  # of the default budget
+_STEP_INPUTS = {
+    "input_ids": "input_ids",
+    "position_ids": "position_ids",
+    "query_start": "query_start",
+    "kv_len": "kv_len",
+    "block_table.0": "block_table",
+    "slot_mapping.0": "slot_mapping",
+    "logits_index": "logits_index",
+}
+# dtype of a pool: the numpy type that holds its bits, ONNX's number for its elements.
+_CACHE_TYPES: dict[str, tuple[type[np.generic], int]] = {
+    "float32": (np.float32, 1),
+    "float16": (np.float16, 10),
+    "bfloat16": (np.uint16, 16),
+}
+
+
+class EngineLoadError(RuntimeError):
+    """A folder whose engine cannot run here although its manifest fits. The message names file and cause."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run an engine.
+
+    threads       of the kernels; None: every core this process may use
+    spinning      idle threads wait busily: a little faster alone, and wasteful beside a server
+    cache_bytes   for the cache pools; None: a quarter of the memory available, 4 GiB at most
+    num_blocks    of the pools, instead of `cache_bytes`
+    """
+
+    threads: int | None = None
+    spinning: bool = False
+    cache_bytes: int | None = None
+    num_blocks: int | None = None
+
+
+class OrtEngine:
+    """Runs steps. Not thread-safe.
+
+    Loading refuses a folder whose manifest does not fit (ManifestError, PluginError), whose session cannot be
+    made, or whose caches would not be updated in place (EngineLoadError naming the layer). `notes` are the
+    accepted differences.
+    """
+
+    def __init__(self, folder: Path, options: EngineOptions | None = None) -> None:
+        options = options or EngineOptions()
+        self.manifest = EngineManifest.load(folder)
+        library = KernelLibrary()
+        self.notes = tuple(self.manifest.check(folder, _facts(self.manifest, library)))
+        for note in self.notes:
+            _log.info("%s", note)
+        if len(self.manifest.cache_groups) != 1 or self.manifest.cache_groups[0].kind != "paged":
+            kinds = [group.kind for group in self.manifest.cache_groups]
+            raise EngineLoadError(f"{folder}: cache groups {kinds}; this runtime serves one paged group")
+        group = self.manifest.cache_groups[0]
+        limits = self.manifest.limits
+        self._limits = EngineLimits(
+            vocab_size=limits.vocab_size,
+            max_sequence=limits.max_sequence,
+            max_batch=limits.max_batch,
+            max_step_tokens=limits.max_step_tokens,
+            block_size=group.block_size,
+            num_blocks=_block_count(self.manifest, options),
+        )
+        self._session = _session(folder / _GRAPH, library.path, options)
+        self._layers = group.layers
+        self._check_signature(folder / _GRAPH)
+        storage, element_type = _CACHE_TYPES[group.dtype]
+        shape = (self._limits.num_blocks, *group.block_shape)
+        # np.zeros takes pages from the system as they are first written.
+        self._pools: list[NDArray[Any]] = [np.zeros(shape, storage) for _ in group.layers]
+        self._logits: NDArray[np.float32] = np.empty((limits.max_batch, limits.vocab_size), np.float32)
+        self._binding = self._session.io_binding()
+        for layer, pool in zip(self._layers, self._pools, strict=True):
+            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element_type)
+            self._binding.bind_ortvalue_input(f"cache.{layer}", value)
+            self._binding.bind_ortvalue_output(f"cache_out.{layer}", value)
+        self._probe(folder / _GRAPH)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `Engine.run`. Raises what ONNX Runtime raises where a kernel refuses its input."""
+        binding = self._binding
+        for name, field in _STEP_INPUTS.items():
+            array = getattr(inputs, field)
+            binding.bind_input(name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
+        rows = len(inputs.logits_index)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self._limits.vocab_size), np.float32)
+        logits = self._logits[:rows]
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        return logits
+
+    def _check_signature(self, path: Path) -> None:
+        """Refuses a graph whose inputs or outputs are not those of docs/ARCHITECTURE.md."""
+        caches = [f"cache.{layer}" for layer in self._layers]
+        outputs = [f"cache_out.{layer}" for layer in self._layers]
+        for what, found, expected in (
+            ("inputs", self._session.get_inputs(), {*_STEP_INPUTS, *caches}),
+            ("outputs", self._session.get_outputs(), {"logits", *outputs}),
+        ):
+            names = {value.name for value in found}
+            if names != expected:
+                raise EngineLoadError(
+                    f"{path}: {what} differ from this runtime's: missing {sorted(expected - names)}, "
+                    f"unknown {sorted(names - expected)}"
+                )
+
+    def _probe(self, path: Path) -> None:
+        """Runs one token and refuses an engine that does not write exactly its slot of every pool."""
+        for pool in self._pools:
+            pool[0].view(np.uint8)[...] = 0xFF
+        zero = np.zeros(1, np.int32)
+        one = np.ones(1, np.int32)
+        step = StepInputs(zero, zero, np.array([0, 1], np.int32), one, zero.reshape(1, 1), zero, zero)
+        logits = self.run(step)
+        if not np.isfinite(logits).all():
+            raise EngineLoadError(f"{path}: the logits of a probe token are not finite")
+        for layer, pool in zip(self._layers, self._pools, strict=True):
+            bits = pool[0].view(np.uint8)  # [2, block_size, heads, bytes of a head]
+            untouched = (bits == 0xFF).all(axis=(0, 2, 3))
+            if untouched[0] or not untouched[1:].all():
+                raise EngineLoadError(
+                    f"{path}: layer {layer} does not write its cache in place: after a probe token in slot 0 "
+                    f"the slots that changed are {np.flatnonzero(~untouched).tolist()}"
+                )
+            pool[0] = 0
+
+
+def _facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFacts:
+    """This machine, with the layouts of the formats that the engine holds."""
+    layouts = {}
+    for record in manifest.quantization.layers.values():
+        if record.format in layouts:
+            continue
+        rows, columns = record.shape
+        kind, block, symmetric = _parse_format(record.format)
+        layouts[record.format] = library.linear_layout(
+            rows=rows,
+            columns=columns,
+            format=kind,
+            block_size=columns if kind == "i8" and block == 0 else block,
+            symmetric=symmetric,
+        )
+    return RuntimeFacts(
+        target="ort-cpu",
+        library="onnxruntime",
+        library_version=ort.__version__,
+        op_table=";".join(f"{op.name}={op.version}" for op in ops.OPS),  # as loading the library checked
+        layouts=layouts,
+        plugin_sha256=library_hash(library.path),
+    )
+
+
+def _parse_format(key: str) -> tuple[str, int, bool]:
+    """Kind, block size (0: none, or a row) and symmetry out of a format key such as f16, i8 or i4.b32.asym."""
+    kind, *rest = key.split(".")
+    block = next((int(part[1:]) for part in rest if part[:1] == "b" and part[1:].isdigit()), 0)
+    return kind, block, "asym" not in rest
+
+
+def _block_count(manifest: EngineManifest, options: EngineOptions) -> int:
+    group, limits = manifest.cache_groups[0], manifest.limits
+    if options.num_blocks is not None:
+        blocks = options.num_blocks
+    else:
+        budget = options.cache_bytes
+        if budget is None:
+            budget = min(available_memory() // 4, _MOST_CACHE_BYTES)
+        # More than every sequence at its longest is never used.
+        most = limits.max_batch * -(-limits.max_sequence // group.block_size)
+        blocks = min(budget // group.block_bytes, most)
+    if blocks < 1:
+        raise EngineLoadError(
+            f"the cache budget of {options.cache_bytes if options.num_blocks is None else blocks} holds no "
+            f"block of {group.block_bytes} bytes ({group.block_size} tokens over {len(group.layers)} layers)"
+        )
+    return blocks
+
+
+def _session(graph: Path, library: Path, options: EngineOptions) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads or usable_cpus()
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    settings.enable_mem_pattern = False  # shapes change from step to step; patterns would be kept for each
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    settings.register_custom_ops_library(str(library))
+    try:
+        return ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise EngineLoadError(f"{graph}: ONNX Runtime cannot load it: {error}") from error
