@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
+
 from enginebay.export.emitter import Emitter
 from enginebay.export.errors import UnsupportedModelError
 from enginebay.export.spec import Activation, Attention, Mlp, ModelSpec, Norm
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,13 @@ class Config:
             value = int(value)
         return int(self._typed(key, value, int, "an integer"))
 
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        """A positive integer."""
+        value = self.integer(key, default)
+        if value <= 0:
+            raise self.refusal(key, value, "must be positive")
+        return value
+
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         value = self.raw(key, default)
         if type(value) is int:

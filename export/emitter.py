@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
 from enginebay.export.weights import Initializer
 from enginebay.plugins import ops
 

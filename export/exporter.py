@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+
 from enginebay.export.checkpoint import open_checkpoint
 from enginebay.export.emitter import WEIGHTS_FILE
 from enginebay.export.errors import ExportError

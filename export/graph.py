@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
+
 from enginebay.export import blocks
 from enginebay.export.emitter import Emitter
 from enginebay.export.spec import CacheGroup, ModelSpec

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
+
 from enginebay.export.checkpoint import ITEM_BYTES, TensorInfo
 from enginebay.export.errors import CheckpointError
 from enginebay.export.pieces import CHUNK_BYTES, Computed, Piece, read_range, rows, whole
 from enginebay.export.roles import Role
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

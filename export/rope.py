@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any, cast, get_args
 
 import numpy as np
+from numpy.typing import NDArray
+
 from enginebay.export.config import Config
 from enginebay.export.pieces import Computed
 from enginebay.export.spec import Rope, RopeKind
-from numpy.typing import NDArray
 
 _CHUNK_ROWS = 4096
 

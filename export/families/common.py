@@ -49,12 +49,12 @@ def activation(config: Config, key: str, default: str) -> Activation:
 
 def head_dim(config: Config, heads: int) -> int:
     """`head_dim`, or hidden_size/heads where it is absent or null."""
-    hidden = config.integer("hidden_size")
+    hidden = config.count("hidden_size")
     if not config.has("head_dim") and hidden % heads:
         raise config.refusal(
             "num_attention_heads", heads, f"does not divide hidden_size {hidden} and there is no head_dim"
         )
-    return config.integer("head_dim", hidden // heads)
+    return config.count("head_dim", hidden // heads)
 
 
 def decoder(
@@ -74,8 +74,8 @@ def decoder(
     return ModelSpec(
         family=config.text("model_type"),
         architecture=str(config.items("architectures")[0]),
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer("hidden_size"),
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
         max_positions=max([positions, *extended]),
         layers=tuple(layers),
         final_norm=final_norm,

@@ -10,7 +10,7 @@ from enginebay.export.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 
 def spec(config: Config) -> ModelSpec:
-    heads = config.integer("num_attention_heads")
+    heads = config.count("num_attention_heads")
     size = head_dim(config, heads)
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     config.ignore("pretraining_tp")  # how the original training split its products; the sum is the same
@@ -19,7 +19,7 @@ def spec(config: Config) -> ModelSpec:
         attention=Attention(
             type="attention",
             num_heads=heads,
-            num_kv_heads=config.integer("num_key_value_heads", heads),
+            num_kv_heads=config.count("num_key_value_heads", heads),
             head_dim=size,
             scale=size**-0.5,
             qkv_bias=attention_bias,
@@ -27,7 +27,7 @@ def spec(config: Config) -> ModelSpec:
         ),
         mlp=Mlp(
             type="mlp",
-            intermediate=config.integer("intermediate_size"),
+            intermediate=config.count("intermediate_size"),
             activation=activation(config, "hidden_act", "silu"),
             up_bias=mlp_bias,
             down_bias=mlp_bias,
@@ -35,10 +35,10 @@ def spec(config: Config) -> ModelSpec:
         pre_attention_norm=norm,
         pre_mlp_norm=norm,
     )
-    positions = config.integer("max_position_embeddings", 2048)
+    positions = config.count("max_position_embeddings", 2048)
     return decoder(
         config,
-        [layer] * config.integer("num_hidden_layers"),
+        [layer] * config.count("num_hidden_layers"),
         norm,
         positions,
         [read_rope(config, size, positions)],

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from enginebay.export.exporter import ExportReport, export_model
-from enginebay.export.spec import ModelSpec
-from enginebay.export.stepping import Step, Stepper, Stream
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from enginebay.export.exporter import ExportReport, export_model
+from enginebay.export.spec import ModelSpec
+from enginebay.export.stepping import Step, Stepper, Stream
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 96
