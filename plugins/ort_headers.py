@@ -37,8 +37,8 @@ def find(
 ) -> Path:
     """The directory that holds `onnxruntime_cxx_api.h`.
 
-    Tried in order: `ENGINEBAY_ORT_INCLUDE`, the system's include directories, what an earlier call fetched into
-    `cache`, and Debian's `libonnxruntime-dev`, unpacked (not installed) into `cache`.
+    Tried in order: `ENGINEBAY_ORT_INCLUDE`, the system's include directories, what an earlier call fetched
+    into `cache`, and Debian's `libonnxruntime-dev`, unpacked (not installed) into `cache`.
     A set but wrong `ENGINEBAY_ORT_INCLUDE` is an error of its own: a wish is never quietly overruled.
     """
     if wish := environment.get(ENVIRONMENT):
@@ -70,7 +70,7 @@ def find(
 
 
 def debian_mirror(apt: Path = APT) -> str | None:
-    """URI of the Debian archive this system installs from, out of its own apt sources; None where it has none."""
+    """URI of the Debian archive among this system's own apt sources; None where it has none."""
     sources = [*sorted(apt.glob("sources.list.d/*.sources")), apt / "sources.list"]
     sources += sorted(apt.glob("sources.list.d/*.list"))
     for source in sources:
@@ -119,7 +119,7 @@ def _fetch(cache: Path, apt: Path) -> None:
 
 def _call(command: list[str], directory: Path) -> None:
     try:
-        done = subprocess.run(  # noqa: S603 (a fixed tool and paths of our own, no shell)
+        done = subprocess.run(
             command, cwd=directory, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired as error:

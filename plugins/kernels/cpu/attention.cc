@@ -1,0 +1,101 @@
+// PagedAttention on the caller's threads: prepare all tokens, then attend tile by tile.
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "cpu_features.h"
+#include "parallel.h"
+#include "status.h"
+
+namespace enginebay {
+namespace {
+
+// Below this many multiply-adds, waking other threads takes longer than the work.
+constexpr int64_t kWorthSharing = 200'000;
+constexpr int64_t kPrepareTokens = 4;  // tokens prepared in one go
+
+const AttentionKernels& kernels_for(Isa isa) {
+  if (isa >= Isa::kAvx512) return attention_kernels_avx512();
+  if (isa >= Isa::kAvx2) return attention_kernels_avx2();
+  return attention_kernels_baseline();
+}
+
+// Multiply-adds of a step, to the nearest split.
+int64_t work(const eb_paged_attention_desc& desc, const Plan& plan, const int32_t* kv_len) {
+  int64_t total = 0;
+  for (int32_t i = 0; i < plan.header->items; ++i) {
+    const PlanItem& item = plan.items[i];
+    const PlanTile& tile = plan.tiles[item.tile];
+    const int64_t positions = std::min(int64_t{item.end_split} * kSplit, int64_t{kv_len[tile.sequence]}) -
+                              int64_t{item.first_split} * kSplit;
+    total += tile.tokens * positions;
+  }
+  return total * desc.num_heads * desc.head_dim * 2;
+}
+
+}  // namespace
+}  // namespace enginebay
+
+using namespace enginebay;  // NOLINT: the C entry point below
+
+extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_paged_attention_desc* desc,
+                                            const eb_paged_attention_args* args, const int32_t* plan_ints,
+                                            size_t plan_count, void* memory, size_t memory_bytes) {
+  EB_RETURN_IF_ERROR(check_attention_desc(context, desc));
+  if (args == nullptr) return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: the arguments are null");
+  EB_RETURN_IF_ERROR(check_attention_args(context, *desc, *args));
+  Plan plan;
+  EB_RETURN_IF_ERROR(read_plan(context, *desc, *args, plan_ints, plan_count, &plan));
+  const PlanBounds bounds = plan_bounds(context, *desc, args->tokens, args->sequences);
+  const AttentionWorkspace workspace = attention_workspace(context, *desc, args->tokens, bounds);
+  if (memory == nullptr || memory_bytes < workspace.bytes) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: the workspace has %zu bytes, this step takes %zu", memory_bytes,
+                workspace.bytes);
+  }
+  CpuFeatures features;
+  EB_RETURN_IF_ERROR(cpu_features(context, &features));
+  const AttentionKernels& kernels = kernels_for(features.isa);
+
+  char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + 63) & ~uintptr_t{63});
+  const AttentionCall call{desc, args, attention_shape(*desc),
+                           reinterpret_cast<float*>(base + workspace.queries),
+                           reinterpret_cast<float*>(base + workspace.parts)};
+  const int64_t tokens = args->query_start[args->sequences];
+  const int64_t out_width = int64_t{desc->num_heads} * desc->head_dim;
+  std::memset(static_cast<float*>(args->attention) + tokens * out_width, 0,
+              sizeof(float) * (args->tokens - tokens) * out_width);
+
+  eb_context shared = *context;
+  if (work(*desc, plan, args->kv_len) < kWorthSharing) shared.parallel_for = nullptr;
+  parallel_for(&shared, (tokens + kPrepareTokens - 1) / kPrepareTokens, [&](size_t i) {
+    const int64_t first = static_cast<int64_t>(i) * kPrepareTokens;
+    kernels.prepare(call, first, std::min(first + kPrepareTokens, tokens));
+  });
+
+  // Who does a tile's last part merges its parts.
+  auto* done = reinterpret_cast<std::atomic<uint32_t>*>(base + workspace.counters);
+  const int64_t pairs = int64_t{plan.header->tiles} * desc->num_kv_heads;
+  for (int64_t i = 0; i < pairs; ++i) new (done + i) std::atomic<uint32_t>(0);
+  std::atomic<int64_t> next{0};
+  const int64_t jobs = int64_t{plan.header->items} * desc->num_kv_heads;
+  parallel_for(
+      &shared, static_cast<size_t>(std::min<int64_t>(jobs, thread_count(&shared))), [&](size_t worker) {
+        auto* scratch = reinterpret_cast<float*>(base + workspace.scratch + worker * workspace.scratch_bytes);
+        for (int64_t job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+          const PlanItem& item = plan.items[job / desc->num_kv_heads];
+          const PlanTile& tile = plan.tiles[item.tile];
+          const int kv_head = static_cast<int>(job % desc->num_kv_heads);
+          kernels.attend(call, tile, kv_head, item.first_split, item.end_split, scratch);
+          if (tile.part_token < 0) continue;
+          const uint32_t parts = static_cast<uint32_t>(tile.end_split - tile.first_split);
+          const int64_t pair = int64_t{item.tile} * desc->num_kv_heads + kv_head;
+          if (done[pair].fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
+            kernels.merge(call, tile, kv_head, scratch);
+          }
+        }
+      });
+  return EB_OK;
+}

@@ -1,0 +1,124 @@
+// PagedAttention on the CPU: what its files share.
+//
+//   attention_check.cc   refuses what is wrong before anything is written
+//   attention_plan.cc    cuts a step into tiles of query rows
+//   attention_kernel.h   the arithmetic, once for every vector width
+//   attention.cc         runs the tiles on the caller's threads
+//
+// A row's answer never depends on its company. Keys are visited in tiles of kTile cache positions, and tiles
+// in splits of kSplit, both aligned to absolute positions. Within a split the softmax is online; the splits
+// of a row are then merged from the first to the last. Masked positions, and tiles and splits that a row does
+// not see, change no bit. So the plan may cut queries and splits as the load asks.
+#ifndef ENGINEBAY_ATTENTION_H
+#define ENGINEBAY_ATTENTION_H
+
+#include "enginebay/paged_attention.h"
+
+namespace enginebay {
+
+constexpr int kTile = 64;      // cache positions
+constexpr int kSplit = 512;    // cache positions
+constexpr int kTileRows = 64;  // query rows (tokens times heads of a group) of a tile, at least one token
+constexpr int kMaxHeadDim = 512;
+
+// Sizes derived from a descriptor.
+struct AttentionShape {
+  int group;             // query heads of a key head
+  int padded_dim;        // head_dim rounded up to kDimMultiple
+  int qkv_width;         // floats of a row of qkv
+  int tile_tokens;       // query tokens of a tile
+  int64_t token_stride;  // elements between two cache positions of a block
+  int64_t value_offset;  // elements from a block's keys to its values
+  int64_t block_stride;  // elements between two blocks
+};
+constexpr int kDimMultiple = 16;
+
+AttentionShape attention_shape(const eb_paged_attention_desc& desc);
+eb_status check_attention_desc(const eb_context* context, const eb_paged_attention_desc* desc);
+eb_status check_attention_lengths(const eb_context* context, const eb_paged_attention_desc& desc,
+                                  int64_t tokens, int64_t sequences, const int32_t* query_start,
+                                  const int32_t* kv_len);
+eb_status check_attention_args(const eb_context* context, const eb_paged_attention_desc& desc,
+                               const eb_paged_attention_args& args);
+
+// The plan, a flat int32 array: header, then tiles, then items, the costliest first.
+struct PlanHeader {
+  int32_t magic, tokens, sequences, tiles, items;
+  int32_t part_tokens;  // tokens of all parts
+};
+// Some consecutive tokens of one sequence.
+struct PlanTile {
+  int32_t sequence, first_token, tokens;
+  int32_t first_split, end_split;  // those that any of its rows sees
+  int32_t part_token;  // where its first part lies, in tokens of a workspace of parts; -1: one item does all
+};
+struct PlanItem {
+  int32_t tile, first_split, end_split;
+};
+
+struct Plan {
+  const PlanHeader* header;
+  const PlanTile* tiles;
+  const PlanItem* items;
+};
+
+// Upper bounds for a step of this many tokens.
+struct PlanBounds {
+  int64_t tiles, items, part_tokens, plan_ints;
+};
+PlanBounds plan_bounds(const eb_context* context, const eb_paged_attention_desc& desc, int64_t tokens,
+                       int64_t sequences);
+// Reads a plan back; EB_INVALID_ARGUMENT where it was made for another step.
+eb_status read_plan(const eb_context* context, const eb_paged_attention_desc& desc,
+                    const eb_paged_attention_args& args, const int32_t* ints, size_t count, Plan* plan);
+
+// First cache position that the token at cache position `position` sees.
+inline int64_t first_visible(const eb_paged_attention_desc& desc, int64_t position) {
+  return desc.window > 0 && position >= desc.window ? position - desc.window + 1 : 0;
+}
+
+// Where the workspace's parts lie, in bytes from its start.
+struct AttentionWorkspace {
+  size_t queries;  // float [T, Hq, padded_dim]
+  size_t scratch;  // per worker
+  size_t scratch_bytes;
+  size_t parts;     // float [part_tokens, Hq, padded_dim + 2]: sums, then maximum and total weight
+  size_t counters;  // uint32 [tiles, Hkv]: parts done
+  size_t bytes;
+};
+AttentionWorkspace attention_workspace(const eb_context* context, const eb_paged_attention_desc& desc,
+                                       int64_t tokens, const PlanBounds& bounds);
+
+// Everything a kernel reads.
+struct AttentionCall {
+  const eb_paged_attention_desc* desc;
+  const eb_paged_attention_args* args;
+  AttentionShape shape;
+  float* queries;
+  float* parts;
+};
+
+// One instruction set's code.
+struct AttentionKernels {
+  // Norm, RoPE and cache write of tokens [first, last); queries come out scaled, in call.queries.
+  void (*prepare)(const AttentionCall& call, int64_t first, int64_t last);
+  // Splits [first_split, end_split) of one tile and key head: into its parts, or, where the tile has none,
+  // into the output. `scratch` holds attention_scratch_floats(shape).
+  void (*attend)(const AttentionCall& call, const PlanTile& tile, int kv_head, int first_split, int end_split,
+                 float* scratch);
+  // Merges a tile's parts into the output.
+  void (*merge)(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch);
+};
+const AttentionKernels& attention_kernels_baseline();
+const AttentionKernels& attention_kernels_avx2();
+const AttentionKernels& attention_kernels_avx512();
+
+inline int max_tile_rows(const AttentionShape& shape) { return shape.tile_tokens * shape.group; }
+// Keys transposed, values, weights, two sets of sums with maxima and totals, and a row's factors.
+inline int64_t attention_scratch_floats(const AttentionShape& shape) {
+  const int64_t rows = max_tile_rows(shape);
+  return int64_t{2} * kTile * shape.padded_dim + rows * (kTile + 2 * int64_t{shape.padded_dim} + 5);
+}
+
+}  // namespace enginebay
+#endif

@@ -1,0 +1,171 @@
+// Refusals. Everything is looked at before anything is written: a refused step leaves the cache as it was.
+#include "attention.h"
+#include "status.h"
+
+namespace enginebay {
+
+
+AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
+  AttentionShape shape;
+  shape.group = desc.num_heads / desc.num_kv_heads;
+  shape.padded_dim = (desc.head_dim + kDimMultiple - 1) / kDimMultiple * kDimMultiple;
+  shape.qkv_width = (desc.num_heads + 2 * desc.num_kv_heads) * desc.head_dim;
+  shape.tile_tokens = shape.group >= kTileRows ? 1 : kTileRows / shape.group;
+  shape.token_stride = int64_t{desc.num_kv_heads} * desc.head_dim;
+  shape.value_offset = shape.token_stride * desc.block_size;
+  shape.block_stride = shape.value_offset * 2;
+  return shape;
+}
+
+eb_status check_attention_desc(const eb_context* context, const eb_paged_attention_desc* desc) {
+  EB_RETURN_IF_ERROR(check_context(context));
+  if (desc == nullptr) return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: the descriptor is null");
+  constexpr int kMost = 1 << 16;
+  const struct {
+    const char* name;
+    int value, least, most;
+  } sizes[] = {
+      {"num_heads", desc->num_heads, 1, kMost},
+      {"num_kv_heads", desc->num_kv_heads, 1, kMost},
+      {"head_dim", desc->head_dim, 1, 1 << 20},
+      {"block_size", desc->block_size, 1, 1 << 20},
+      {"num_blocks", desc->num_blocks, 0, INT32_MAX},
+      {"table_width", desc->table_width, 0, INT32_MAX},
+      {"rotary_dim", desc->rotary_dim, 0, desc->head_dim},
+      {"rope_positions", desc->rope_positions, 0, INT32_MAX},
+      {"window", desc->window, 0, INT32_MAX},
+  };
+  for (const auto& size : sizes) {
+    if (size.value < size.least || size.value > size.most) {
+      return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: %s is %d, expected %d to %d", size.name,
+                  size.value, size.least, size.most);
+    }
+  }
+  if (desc->num_heads % desc->num_kv_heads != 0) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: num_heads %d is no multiple of num_kv_heads %d", desc->num_heads,
+                desc->num_kv_heads);
+  }
+  if (desc->rotary_dim % 2 != 0) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: rotary_dim %d is odd", desc->rotary_dim);
+  }
+  if (!(desc->softcap >= 0.0f)) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: softcap is %g, expected 0 (none) or more",
+                static_cast<double>(desc->softcap));
+  }
+  if (desc->head_dim > kMaxHeadDim) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: head_dim %d; this library goes up to %d",
+                desc->head_dim, kMaxHeadDim);
+  }
+  if (desc->window > 0 && !desc->causal) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: window %d with causal 0; a window looks back only",
+                desc->window);
+  }
+  if (desc->io_dtype != EB_F32) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: qkv is %s; the CPU library computes in float32",
+                dtype_name(desc->io_dtype));
+  }
+  if (desc->cache_dtype != EB_F32 && desc->cache_dtype != EB_F16 && desc->cache_dtype != EB_BF16) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: cache is %s; expected float32, float16 or bfloat16",
+                dtype_name(desc->cache_dtype));
+  }
+  return EB_OK;
+}
+
+eb_status check_attention_lengths(const eb_context* context, const eb_paged_attention_desc& desc,
+                                  int64_t tokens, int64_t sequences, const int32_t* query_start,
+                                  const int32_t* kv_len) {
+  if (tokens < 0 || tokens > INT32_MAX || sequences < 0 || sequences > INT32_MAX) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: %lld tokens, %lld sequences",
+                static_cast<long long>(tokens), static_cast<long long>(sequences));
+  }
+  if (query_start == nullptr || (sequences > 0 && kv_len == nullptr)) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: %s is null",
+                query_start == nullptr ? "query_start" : "kv_len");
+  }
+  if (query_start[0] != 0) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: query_start[0] is %d, expected 0",
+                query_start[0]);
+  }
+  const int64_t capacity = int64_t{desc.table_width} * desc.block_size;
+  for (int64_t b = 0; b < sequences; ++b) {
+    const int index = static_cast<int>(b);
+    if (query_start[b + 1] < query_start[b]) {
+      return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: query_start falls from %d at %d to %d at %d",
+                  query_start[b], index, query_start[b + 1], index + 1);
+    }
+    const int32_t chunk = query_start[b + 1] - query_start[b];
+    if (kv_len[b] < chunk) {
+      return fail(context, EB_INVALID_ARGUMENT,
+                  "PagedAttention: sequence %d has %d tokens in this step but kv_len %d", index, chunk,
+                  kv_len[b]);
+    }
+    if (kv_len[b] > capacity) {
+      return fail(context, EB_INVALID_ARGUMENT,
+                  "PagedAttention: sequence %d has kv_len %d, its %d blocks of %d tokens hold %lld", index,
+                  kv_len[b], desc.table_width, desc.block_size, static_cast<long long>(capacity));
+    }
+  }
+  if (query_start[sequences] > tokens) {
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: query_start ends at %d, there are %lld tokens",
+                query_start[sequences], static_cast<long long>(tokens));
+  }
+  return EB_OK;
+}
+
+eb_status check_attention_args(const eb_context* context, const eb_paged_attention_desc& desc,
+                               const eb_paged_attention_args& args) {
+  EB_RETURN_IF_ERROR(
+      check_attention_lengths(context, desc, args.tokens, args.sequences, args.query_start, args.kv_len));
+  const bool rope = desc.rotary_dim > 0;
+  const struct {
+    const char* name;
+    bool missing;
+  } pointers[] = {
+      {"qkv", args.qkv == nullptr && args.tokens > 0},
+      {"attention", args.attention == nullptr && args.tokens > 0},
+      {"cache", args.cache == nullptr && desc.num_blocks > 0},
+      {"block_table", args.block_table == nullptr && args.sequences > 0 && desc.table_width > 0},
+      {"slot_mapping", args.slot_mapping == nullptr && args.tokens > 0},
+      {"position_ids", rope && args.position_ids == nullptr && args.tokens > 0},
+      {"rope_cos", rope && args.rope_cos == nullptr},
+      {"rope_sin", rope && args.rope_sin == nullptr},
+  };
+  for (const auto& pointer : pointers) {
+    if (pointer.missing)
+      return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: %s is null", pointer.name);
+  }
+  const int64_t slots = int64_t{desc.num_blocks} * desc.block_size;
+  const int32_t used = args.query_start[args.sequences];
+  for (int32_t token = 0; token < used; ++token) {
+    const int32_t slot = args.slot_mapping[token];
+    if (slot < -1 || slot >= slots) {
+      return fail(context, EB_INVALID_ARGUMENT,
+                  "PagedAttention: slot_mapping[%d] is %d; the cache has %lld slots (-1 writes nothing)",
+                  token, slot, static_cast<long long>(slots));
+    }
+    if (rope && (args.position_ids[token] < 0 || args.position_ids[token] >= desc.rope_positions)) {
+      return fail(context, EB_INVALID_ARGUMENT,
+                  "PagedAttention: position_ids[%d] is %d; the RoPE table has %d positions", token,
+                  args.position_ids[token], desc.rope_positions);
+    }
+  }
+  for (int64_t b = 0; b < args.sequences; ++b) {
+    const int64_t chunk = args.query_start[b + 1] - args.query_start[b];
+    if (chunk == 0) continue;
+    // Blocks that no token of this step sees may be gone: a window lets its cache free them.
+    const int64_t first = first_visible(desc, args.kv_len[b] - chunk) / desc.block_size;
+    const int64_t last = (args.kv_len[b] - 1) / desc.block_size;
+    const int32_t* table = args.block_table + b * desc.table_width;
+    for (int64_t i = first; i <= last; ++i) {
+      if (table[i] < 0 || table[i] >= desc.num_blocks) {
+        return fail(context, EB_INVALID_ARGUMENT,
+                    "PagedAttention: block_table[%d][%d] is %d; the cache has %d blocks", static_cast<int>(b),
+                    static_cast<int>(i), table[i], desc.num_blocks);
+      }
+    }
+  }
+  return EB_OK;
+}
+
+}  // namespace enginebay

@@ -1,0 +1,42 @@
+// The kernel table of one vector type: chooses the cache element type once per call.
+#ifndef ENGINEBAY_ATTENTION_ENTRY_H
+#define ENGINEBAY_ATTENTION_ENTRY_H
+
+#include "attention_kernel.h"
+#include "attention_prepare.h"
+
+namespace enginebay {
+namespace {
+
+template <class V>
+struct AttentionEntry {
+  static void prepare(const AttentionCall& call, int64_t first, int64_t last) {
+    switch (call.desc->cache_dtype) {
+      case EB_F16:
+        return prepare_tokens<V, Fp16>(call, first, last);
+      case EB_BF16:
+        return prepare_tokens<V, Bf16>(call, first, last);
+      default:
+        return prepare_tokens<V, float>(call, first, last);
+    }
+  }
+  static void attend(const AttentionCall& call, const PlanTile& tile, int kv_head, int first_split,
+                     int end_split, float* scratch) {
+    switch (call.desc->cache_dtype) {
+      case EB_F16:
+        return TileAttention<V, Fp16>(call, tile, kv_head, scratch).attend(first_split, end_split);
+      case EB_BF16:
+        return TileAttention<V, Bf16>(call, tile, kv_head, scratch).attend(first_split, end_split);
+      default:
+        return TileAttention<V, float>(call, tile, kv_head, scratch).attend(first_split, end_split);
+    }
+  }
+  static void merge(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch) {
+    TileAttention<V, float>(call, tile, kv_head, scratch).merge();
+  }
+  static constexpr AttentionKernels kTable = {prepare, attend, merge};
+};
+
+}  // namespace
+}  // namespace enginebay
+#endif

@@ -1,0 +1,369 @@
+// The arithmetic of PagedAttention for one vector type V (simd_*.h) and one cache element type T.
+#ifndef ENGINEBAY_ATTENTION_KERNEL_H
+#define ENGINEBAY_ATTENTION_KERNEL_H
+
+#include <cmath>
+
+#include "attention.h"
+#include "simd_common.h"
+
+namespace enginebay {
+namespace {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+inline int larger(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
+
+// Running softmax sums of some rows: weights are relative to e^maximum.
+struct Sums {
+  float* values;   // [rows, padded_dim]
+  float* maximum;  // [rows]
+  float* total;    // [rows]
+};
+
+// total += part, bit for bit the identity where either is empty (maximum -inf, zeros).
+template <class V>
+inline void merge_row(int dim, float* total_values, float* total_maximum, float* total_weight,
+                      const float* part_values, float part_maximum, float part_weight) {
+  const float top = *total_maximum > part_maximum ? *total_maximum : part_maximum;
+  const float base = top == kMinusInfinity ? 0.0f : top;
+  float factors[V::kWidth] = {*total_maximum - base, part_maximum - base};
+  V::store(factors, exponential<V>(V::load(factors)));
+  const auto keep = V::set1(factors[0]), take = V::set1(factors[1]);
+  for (int d = 0; d < dim; d += V::kWidth) {
+    const auto scaled = V::mul(take, V::load(part_values + d));
+    V::store(total_values + d, V::fma(keep, V::load(total_values + d), scaled));
+  }
+  *total_weight = *total_weight * factors[0] + part_weight * factors[1];
+  *total_maximum = top;
+}
+
+template <class V, class T>
+class TileAttention {
+ public:
+  TileAttention(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch)
+      : call_(call),
+        desc_(*call.desc),
+        shape_(call.shape),
+        tile_(tile),
+        kv_head_(kv_head),
+        dim_(desc_.head_dim),
+        padded_(shape_.padded_dim),
+        group_(shape_.group),
+        rows_(tile.tokens * group_) {
+    const int max_rows = max_tile_rows(shape_);
+    const auto take = [&scratch](int64_t count) {
+      float* start = scratch;
+      scratch += count;
+      return start;
+    };
+    keys_ = take(int64_t{kTile} * padded_);
+    values_ = take(int64_t{kTile} * padded_);
+    weights_ = take(int64_t{kTile} * max_rows);
+    part_ = {take(int64_t{max_rows} * padded_), take(max_rows), take(max_rows)};
+    total_ = {take(int64_t{max_rows} * padded_), take(max_rows), take(max_rows)};
+    factor_ = take(max_rows);
+    const int32_t* query_start = call.args->query_start + tile.sequence;
+    kv_len_ = call.args->kv_len[tile.sequence];
+    first_position_ = kv_len_ - query_start[1] + tile.first_token;
+  }
+
+  void attend(int first_split, int end_split) {
+    const bool alone = tile_.part_token < 0;
+    if (alone) clear(total_);
+    for (int split = first_split; split < end_split; ++split) {
+      clear(part_);
+      const int64_t start = int64_t{split} * kSplit;
+      const int64_t end = smaller(start + kSplit, visible_end(rows_ - 1));
+      const int64_t first = first_visible_of(0);
+      for (int64_t tile = start; tile < end; tile += kTile) {
+        if (tile + kTile > first) attend_tile(tile, smaller(end - tile, kTile));
+      }
+      if (alone) {
+        for (int row = 0; row < rows_; ++row) {
+          merge_row<V>(padded_, total_.values + int64_t{row} * padded_, total_.maximum + row,
+                       total_.total + row, part_.values + int64_t{row} * padded_, part_.maximum[row],
+                       part_.total[row]);
+        }
+      } else {
+        store_part(split);
+      }
+    }
+    if (alone) finish();
+  }
+
+  void merge() {
+    clear(total_);
+    for (int split = tile_.first_split; split < tile_.end_split; ++split) {
+      for (int row = 0; row < rows_; ++row) {
+        const float* part = part_of(split, row);
+        merge_row<V>(padded_, total_.values + int64_t{row} * padded_, total_.maximum + row,
+                     total_.total + row, part, part[padded_], part[padded_ + 1]);
+      }
+    }
+    finish();
+  }
+
+ private:
+  static constexpr int kVectors = kTile / V::kWidth;
+  static constexpr int kGroupRows = 4;        // rows that share a load of keys or values
+  static constexpr int kRowsToTranspose = 8;  // from here on transposed keys pay
+
+  // Row r is head r % group of token r / group.
+  const float* query(int row) const {
+    const int64_t token = tile_.first_token + row / group_;
+    return call_.queries + (token * desc_.num_heads + kv_head_ * group_ + row % group_) * padded_;
+  }
+  int64_t position(int row) const { return first_position_ + row / group_; }
+  int64_t visible_end(int row) const { return desc_.causal ? position(row) + 1 : kv_len_; }
+  int64_t first_visible_of(int row) const { return first_visible(desc_, position(row)); }
+
+  void clear(const Sums& sums) {
+    std::memset(sums.values, 0, static_cast<size_t>(rows_) * padded_ * sizeof(float));
+    std::memset(sums.total, 0, static_cast<size_t>(rows_) * sizeof(float));
+    for (int row = 0; row < rows_; ++row) sums.maximum[row] = kMinusInfinity;
+  }
+
+  float* part_of(int split, int row) {
+    const int64_t token = tile_.part_token + int64_t{split - tile_.first_split} * tile_.tokens + row / group_;
+    return call_.parts + (token * desc_.num_heads + kv_head_ * group_ + row % group_) * (padded_ + 2);
+  }
+  void store_part(int split) {
+    for (int row = 0; row < rows_; ++row) {
+      float* part = part_of(split, row);
+      std::memcpy(part, part_.values + int64_t{row} * padded_, padded_ * sizeof(float));
+      part[padded_] = part_.maximum[row];
+      part[padded_ + 1] = part_.total[row];
+    }
+  }
+
+  // Cache positions [start, start + count) of this key head.
+  void attend_tile(int64_t start, int count) {
+    const int first = larger(first_visible_of(0) - start, 0);
+    locate(start, first, count);
+    const bool transposed = rows_ >= kRowsToTranspose;
+    if (transposed) transpose_keys(first, count);
+    for (int row = 0; row < rows_; row += kGroupRows) {
+      const int rows = smaller(rows_ - row, kGroupRows);
+      const int from = larger(first_visible_of(row) - start, 0);
+      const int to = smaller(visible_end(row + rows - 1) - start, count);
+      if (from >= to) continue;  // no row of the group sees this tile
+      score(row, rows, from, to, transposed);
+      for (int r = row; r < row + rows; ++r) {
+        weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
+      }
+      accumulate(row, rows, from, to);
+    }
+  }
+
+  // Rows of keys and values of the tile; positions outside [first, count) borrow the first's, and are masked.
+  void locate(int64_t start, int first, int count) {
+    const int32_t* table = call_.args->block_table + int64_t{tile_.sequence} * desc_.table_width;
+    const T* cache = static_cast<const T*>(call_.args->cache) + int64_t{kv_head_} * dim_;
+    for (int j = first; j < count;) {
+      const int64_t at = start + j;
+      const int offset = static_cast<int>(at % desc_.block_size);
+      const T* row =
+          cache + table[at / desc_.block_size] * shape_.block_stride + offset * shape_.token_stride;
+      const int run = smaller(count - j, desc_.block_size - offset);
+      for (int i = 0; i < run; ++i, ++j, row += shape_.token_stride) {
+        key_rows_[j] = row;
+        value_rows_[j] = row + shape_.value_offset;
+      }
+    }
+    for (int j = 0; j < first; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
+    for (int j = count; j < kTile; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
+  }
+
+  // keys_[d][j], zeros from dim_ to padded_.
+  void transpose_keys(int first, int count) {
+    constexpr int W = V::kWidth;
+    for (int j = first / W * W; j < count; j += W) {
+      for (int d = 0; d < padded_; d += W) {
+        typename V::F rows[W];
+        for (int i = 0; i < W; ++i) {
+          rows[i] = d < dim_ ? load_first<V>(key_rows_[j + i] + d, dim_ - d) : V::zero();
+        }
+        V::transpose(rows);
+        for (int i = 0; i < W; ++i) V::store(keys_ + int64_t{d + i} * kTile + j, rows[i]);
+      }
+    }
+  }
+
+  // weights_[row][j] = q . k of vectors that overlap [from, to). Both ways add in one order: along d in
+  // steps of the width, then over the lanes by halves.
+  void score(int row, int rows, int from, int to, bool transposed) {
+    const int first = from / V::kWidth, last = (to + V::kWidth - 1) / V::kWidth;
+    if (!transposed) {
+      for (int r = row; r < row + rows; ++r) {
+        for (int v = first; v < last; ++v) score_straight(r, v * V::kWidth);
+      }
+      return;
+    }
+    const float* q[kGroupRows];
+    for (int r = 0; r < kGroupRows; ++r) q[r] = query(row + smaller(r, rows - 1));
+    for (int v = first; v < last; ++v) {
+      const Quad sums = lane_sums<1>(q, keys_ + v * V::kWidth, 0);
+      for (int r = 0; r < rows; ++r)
+        V::store(weights_ + int64_t{row + r} * kTile + v * V::kWidth, sums.row[r]);
+    }
+  }
+
+  void score_straight(int row, int j) {
+    constexpr int W = V::kWidth;
+    const float* q = query(row);
+    typename V::F sums[W];
+    for (int i = 0; i < W; ++i) sums[i] = V::zero();
+    int d = 0;
+    for (; d + W <= dim_; d += W) {
+      const auto x = V::load(q + d);
+      for (int i = 0; i < W; ++i) sums[i] = V::fma(x, V::load(key_rows_[j + i] + d), sums[i]);
+    }
+    if (d < dim_) {
+      const auto x = V::load(q + d);
+      for (int i = 0; i < W; ++i) sums[i] = V::fma(x, load_first<V>(key_rows_[j + i] + d, dim_ - d), sums[i]);
+    }
+    V::store(weights_ + int64_t{row} * kTile + j, V::sum_each(sums));
+  }
+
+  struct Quad {
+    typename V::F row[kGroupRows];
+  };
+  template <int kStride>
+  __attribute__((always_inline)) Quad lane_sums(const float* const (&q)[kGroupRows], const float* keys,
+                                                int lane) const {
+    if constexpr (kStride == V::kWidth) {
+      Quad sums;
+      for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::zero();
+      for (int d = lane; d < padded_; d += V::kWidth) {
+        const auto k = V::load(keys + int64_t{d} * kTile);
+        for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::fma(V::set1(q[r][d]), k, sums.row[r]);
+      }
+      return sums;
+    } else {
+      Quad sums = lane_sums<2 * kStride>(q, keys, lane);
+      const Quad others = lane_sums<2 * kStride>(q, keys, lane + kStride);
+      for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::add(sums.row[r], others.row[r]);
+      return sums;
+    }
+  }
+
+  // Scores of [from, to) to softmax weights; [group_from, group_to) is what accumulate will read.
+  void weigh(int row, int from, int to, int group_from, int group_to) {
+    constexpr int W = V::kWidth;
+    float* weights = weights_ + int64_t{row} * kTile;
+    factor_[row] = 1.0f;
+    const int first = group_from / W, last = (group_to + W - 1) / W;
+    typename V::F scores[kVectors];
+    auto top = V::set1(kMinusInfinity);
+    for (int v = first; v < last; ++v) {
+      auto x = V::load(weights + v * W);
+      if (desc_.softcap > 0.0f) {
+        const auto cap = V::set1(desc_.softcap);
+        x = V::mul(cap, hyperbolic_tangent<V>(V::div(x, cap)));
+      }
+      if (v * W < from || v * W + W > to) x = V::keep_lanes(x, from - v * W, to - v * W, kMinusInfinity);
+      scores[v] = x;
+      top = V::max(x, top);
+    }
+    const float tile_top = V::largest(top);
+    const float maximum = part_.maximum[row] > tile_top ? part_.maximum[row] : tile_top;
+    const float base = maximum == kMinusInfinity ? 0.0f : maximum;
+    auto sum = V::zero();
+    for (int v = first; v < last; ++v) {
+      const auto weight = exponential<V>(V::sub(scores[v], V::set1(base)));
+      V::store(weights + v * W, weight);
+      sum = V::add(sum, weight);
+    }
+    float factor[V::kWidth];
+    V::store(factor, exponential<V>(V::set1(part_.maximum[row] - base)));
+    factor_[row] = factor[0];
+    part_.total[row] = part_.total[row] * factor[0] + V::sum(sum);
+    part_.maximum[row] = maximum;
+  }
+
+  void accumulate(int row, int rows, int from, int to) {
+    switch (rows) {
+      case 1:
+        return accumulate_rows<1>(row, from, to);
+      case 2:
+        return accumulate_rows<2>(row, from, to);
+      case 3:
+        return accumulate_rows<3>(row, from, to);
+      default:
+        return accumulate_rows<4>(row, from, to);
+    }
+  }
+  template <int kRows>
+  void accumulate_rows(int row, int from, int to) {
+    constexpr int W = V::kWidth;
+    int d = 0;
+    for (; d + V::kColumns * W <= dim_; d += V::kColumns * W)
+      accumulate_columns<kRows, V::kColumns>(row, from, to, d);
+    for (; d < dim_; d += W) accumulate_columns<kRows, 1>(row, from, to, d);
+  }
+  template <int kRows, int kCols>
+  void accumulate_columns(int row, int from, int to, int d) {
+    constexpr int W = V::kWidth;
+    typename V::F sums[kRows][kCols];
+    float* out = part_.values + int64_t{row} * padded_ + d;
+    const float* weights = weights_ + int64_t{row} * kTile;
+    for (int r = 0; r < kRows; ++r) {
+      const auto factor = V::set1(factor_[row + r]);
+      for (int c = 0; c < kCols; ++c)
+        sums[r][c] = V::mul(factor, V::load(out + int64_t{r} * padded_ + c * W));
+    }
+    const bool whole = d + kCols * W <= dim_;
+    for (int j = from; j < to; ++j) {
+      typename V::F value[kCols];
+      const T* values = value_rows_[j] + d;
+      if (whole) {
+        for (int c = 0; c < kCols; ++c) value[c] = V::load(values + c * W);
+      } else {
+        value[0] = load_first<V>(values, dim_ - d);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const auto weight = V::set1(weights[int64_t{r} * kTile + j]);
+        for (int c = 0; c < kCols; ++c) sums[r][c] = V::fma(weight, value[c], sums[r][c]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kCols; ++c) V::store(out + int64_t{r} * padded_ + c * W, sums[r][c]);
+    }
+  }
+
+  // Sinks join the total weight last; then the output is the weighted mean.
+  void finish() {
+    for (int row = 0; row < rows_; ++row) {
+      const int head = kv_head_ * group_ + row % group_;
+      float* values = total_.values + int64_t{row} * padded_;
+      if (call_.args->sinks != nullptr) {
+        static constexpr float kNothing[kMaxHeadDim] = {};
+        merge_row<V>(padded_, values, total_.maximum + row, total_.total + row, kNothing,
+                     call_.args->sinks[head], 1.0f);
+      }
+      const int64_t token = tile_.first_token + row / group_;
+      float* out = static_cast<float*>(call_.args->attention) + (token * desc_.num_heads + head) * dim_;
+      const auto total = V::set1(total_.total[row]);
+      for (int d = 0; d < dim_; d += V::kWidth) {
+        store_first<V>(out + d, V::div(V::load(values + d), total), dim_ - d);
+      }
+    }
+  }
+
+  const AttentionCall& call_;
+  const eb_paged_attention_desc& desc_;
+  const AttentionShape& shape_;
+  const PlanTile& tile_;
+  const int kv_head_, dim_, padded_, group_, rows_;
+  int64_t kv_len_, first_position_;
+  float *keys_, *values_, *weights_, *factor_;
+  Sums part_, total_;
+  const T* key_rows_[kTile];
+  const T* value_rows_[kTile];
+};
+
+}  // namespace
+}  // namespace enginebay
+#endif

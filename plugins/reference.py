@@ -1,0 +1,161 @@
+"""What every operator of the op table means: plain numpy in float64, one row at a time.
+
+Slow and obviously right. Tests compare kernels with these functions; nothing else uses them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis (Zhang and Sennrich, 2019)."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def add_rms_norm(x: Array, residual: Array, weight: Array, epsilon: float) -> tuple[Array, Array]:
+    """AddRMSNorm: (y, sum), each [T, H]."""
+    total = x + residual
+    return rms_norm(total, weight, epsilon), total
+
+
+def activation(name: str, x: Array) -> Array:
+    """silu, gelu (exact), gelu_tanh, relu or relu2 of every element."""
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu":
+        return x * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "relu2":
+        return np.maximum(x, 0) ** 2
+    raise ValueError(f"no activation '{name}'")
+
+
+def gated_activation(gate_up: Array, name: str) -> Array:
+    """GatedActivation: activation(first half of each row) * second half, [T, 2I] to [T, I]."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return activation(name, gate) * up
+
+
+def dequantise(
+    values: NDArray[np.generic], scales: Array | None, minimums: Array | None, format: str
+) -> Array:
+    """Weights [N, K] as QuantLinear reads them.
+
+    Float formats: the values. i8: scale*q. i4 (values 0..15): scale*(q-8), or scale*q + minimum where
+    minimums are given. scales and minimums are [N, K/block].
+    """
+    weights = values.astype(np.float64)
+    if scales is None:
+        return weights
+    block = weights.shape[1] // scales.shape[1]
+    scale = np.repeat(scales, block, axis=1)
+    if minimums is not None:
+        return scale * weights + np.repeat(minimums, block, axis=1)
+    return scale * (weights - 8) if format == "i4" else scale * weights
+
+
+def quant_linear(x: Array, weights: Array, bias: Array | None = None) -> Array:
+    """QuantLinear over dequantised weights: x [T, K], weights [N, K] to [T, N]."""
+    y = x @ weights.T
+    return y if bias is None else y + bias
+
+
+def embedding(input_ids: Ints, weights: Array) -> Array:
+    """Embedding over dequantised weights [N, K]: rows of them."""
+    return weights[input_ids]
+
+
+def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Rotate the first 2*len(cos) elements of a head (Su et al., 2021).
+
+    Pairs are (i, i + R/2), or (2i, 2i+1) where interleaved.
+    """
+    half = len(cos)
+    y = x.copy()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        y[a] = x[a] * cos[i] - x[b] * sin[i]
+        y[b] = x[b] * cos[i] + x[a] * sin[i]
+    return y
+
+
+def paged_attention(
+    *,
+    qkv: Array,
+    cache: NDArray[np.generic],
+    query_start: Ints,
+    kv_len: Ints,
+    block_table: Ints,
+    slot_mapping: Ints,
+    position_ids: Ints,
+    rope_cos: Array | None = None,
+    rope_sin: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    sinks: Array | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    rope_interleaved: bool = False,
+    norm_epsilon: float = 1e-6,
+) -> tuple[Array, NDArray[np.generic]]:
+    """PagedAttention: (attention [T, Hq*D], the cache after the writes, in its own dtype).
+
+    Keys and values pass through the cache's dtype before they are attended to. Padding rows give zeros.
+    """
+    cache = cache.copy()
+    block_size = cache.shape[2]
+    attention = np.zeros((qkv.shape[0], num_heads * head_dim))
+    used = int(query_start[-1])
+    heads = qkv[:used].reshape(used, num_heads + 2 * num_kv_heads, head_dim).astype(np.float64)
+    queries, keys, values = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    queries, keys = queries.copy(), keys.copy()
+    for token in range(used):
+        for vectors, weight in ((queries, q_norm), (keys, k_norm)):
+            for head in range(vectors.shape[1]):
+                x = vectors[token, head]
+                if weight is not None:
+                    x = rms_norm(x, weight, norm_epsilon)
+                if rope_cos is not None and rope_sin is not None:
+                    position = position_ids[token]
+                    x = rope(x, rope_cos[position], rope_sin[position], rope_interleaved)
+                vectors[token, head] = x
+        slot = int(slot_mapping[token])
+        if slot >= 0:
+            cache[slot // block_size, 0, slot % block_size] = keys[token].astype(cache.dtype)
+            cache[slot // block_size, 1, slot % block_size] = values[token].astype(cache.dtype)
+
+    group = num_heads // num_kv_heads
+    for sequence, length in enumerate(kv_len):
+        first, end = query_start[sequence], query_start[sequence + 1]
+        for token in range(first, end):
+            position = int(length) - int(end - token)
+            last = position + 1 if causal else int(length)
+            start = max(0, position - window + 1) if window else 0
+            where = np.arange(start, last)
+            rows = cache[block_table[sequence, where // block_size], :, where % block_size].astype(np.float64)
+            for head in range(num_heads):
+                key, value = rows[:, 0, head // group], rows[:, 1, head // group]
+                score = key @ queries[token, head] * scale
+                if softcap:
+                    score = softcap * np.tanh(score / softcap)
+                sink = -np.inf if sinks is None else sinks[head]
+                top = max(score.max(), sink)
+                weight = np.exp(score - top)
+                total = weight.sum() + np.exp(sink - top)
+                attention[token, head * head_dim : (head + 1) * head_dim] = weight @ value / total
+    return attention, cache
