@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import errno
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,7 @@ from enginebay.builder.weights import SidecarWriter
 ENGINE, WEIGHTS, REPORT = "engine.onnx", "weights.bin", "report.json"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
+SWAPS_MAX = 100
 
 
 class BuildError(ValueError):
@@ -184,7 +186,9 @@ def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: 
             size = tensor.nbytes
             shape = tuple(int(dim) for dim in tensor.shape.numpy())
             if packer.is_packed(name):
-                value.const_value = sidecar.write(name, tensor.dtype, shape, packer.pack(name))
+                value.const_value = sidecar.write(
+                    name, tensor.dtype, shape, (part.data for part in packer.pack(name))
+                )
             elif size > INLINE_BYTES:
                 value.const_value = sidecar.write(name, tensor.dtype, shape, [tensor.tobytes()])
             elif isinstance(tensor, ir.ExternalTensor):
@@ -205,20 +209,24 @@ def _name_engine(model: ir.Model, where: Target) -> None:
     model.metadata_props["enginebay.graph"] = where.record.name
 
 
-@contextmanager
+@contextlib.contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write into; it takes `out`'s place if all went well and is gone otherwise."""
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise BuildError(f"{out}: exists and is not an engine folder; choose another place or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    building = out.parent / f".{out.name}.building-{os.getpid()}"
-    retired = out.parent / f".{out.name}.retired-{os.getpid()}"
-    building.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        building = Path(scratch) / "building"
+        building.mkdir()
         yield building
-        if out.exists():
-            out.rename(retired)
-        building.rename(out)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
+        for attempt in range(SWAPS_MAX):
+            retired = Path(scratch) / f"retired{attempt}"
+            with contextlib.suppress(FileNotFoundError):
+                out.rename(retired)
+            try:
+                building.rename(out)
+                return
+            except OSError as error:  # another build put its engine there meanwhile
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        raise BuildError(f"{out}: other builds keep writing there; choose another place")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 ALIGNMENT = 4096  # of every tensor in a sidecar, so that each can be mapped by itself
 CHUNK_BYTES = 16 << 20  # of float32 rows in memory at once
 ROW_GROUP = 64  # chunks of a matrix begin at multiples of it
-
-Bytes = bytes | memoryview | NDArray[Any]
 
 
 class SidecarError(ValueError):
@@ -86,14 +84,14 @@ class SidecarWriter:
         return self._end
 
     def write(
-        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Iterable[Bytes]
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Iterable[bytes | memoryview]
     ) -> ir.ExternalTensor:
         """Append one tensor, given piece by piece; where it now lies, as an initializer's value."""
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         self._file.seek(offset)
         length = 0
         for chunk in chunks:
-            length += self._file.write(memoryview(chunk))
+            length += self._file.write(chunk)
         expected = math.ceil(math.prod(shape) * dtype.itemsize)
         assert length == expected, f"{name}: {length} bytes written, {shape} of {dtype} takes {expected}"
         self._end = offset + length

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from enginebay.builder.manifest import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    CacheGroupRecord,
+    EngineManifest,
+    FileRecord,
+    LayerRecord,
+    LimitsRecord,
+    ManifestError,
+    PluginRecord,
+    QuantizationRecord,
+    RuntimeFacts,
+    SourceModel,
+    TargetRecord,
+    enginebay_version,
+)
+
+FACTS = RuntimeFacts(
+    target="ort-cpu",
+    library="onnxruntime",
+    library_version="1.32.0",
+    op_table="QuantLinear=1;PagedAttention=1",
+    layouts={"i4.b32.asym": "panel16-i4@1", "i8": "panel16-i8@1"},
+    plugin_sha256="a" * 64,
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """An engine folder with files that a manifest can describe, but that nothing could run."""
+    (tmp_path / "engine.onnx").write_bytes(b"graph" * 100)
+    (tmp_path / "weights.bin").write_bytes(bytes(range(256)) * 4096)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    EngineManifest(
+        schema_version=SCHEMA_VERSION,
+        enginebay_version=enginebay_version(),
+        source=SourceModel("tiny", "f" * 64),
+        model={"architecture": "LlamaForCausalLM", "layers": [{"hidden": 64}]},
+        target=TargetRecord("ort-cpu", "onnxruntime", "1.32.0"),
+        plugins=PluginRecord("QuantLinear=1;PagedAttention=1", {"i4.b32.asym": "panel16-i4@1"}, "a" * 64),
+        opset=24,
+        quantization=QuantizationRecord(
+            "int4", {"lm_head": LayerRecord("i4.b32.asym", "rtn", (128, 64), 5120)}
+        ),
+        cache_groups=(CacheGroupRecord("paged", (0, 1), "float16", 16, (2, 16, 2, 16)),),
+        limits=LimitsRecord(64, 2048, 256, 128),
+        files=(
+            FileRecord.of(tmp_path / "engine.onnx", sampled=False),
+            FileRecord.of(tmp_path / "weights.bin", sampled=True),
+            FileRecord.of(tmp_path / "tokenizer.json", sampled=False),
+        ),
+        weight_bytes=1 << 20,
+        built_at="2026-11-30T10:00:00+00:00",
+        build_seconds=1.5,
+    ).save(tmp_path)
+    return tmp_path
+
+
+def edit(engine: Path, key: str, value: object) -> None:
+    """Sets the manifest's dotted `key`; deletes it where value is ... ."""
+    document = json.loads((engine / MANIFEST).read_text())
+    *path, last = key.split(".")
+    place = document
+    for step in path:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    (engine / MANIFEST).write_text(json.dumps(document))
+
+
+def test_round_trip_and_a_machine_that_fits(engine):
+    manifest = EngineManifest.load(engine)
+    manifest.save(engine)
+    assert EngineManifest.load(engine) == manifest
+    assert manifest.quantization.layers["lm_head"].shape == (128, 64)
+    assert manifest.cache_groups[0].block_bytes == 2 * 2 * 16 * 2 * 16 * 2
+    assert manifest.check(engine, FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "values"),
+    [
+        ({"target": "ort-cuda"}, "target.name", ("'ort-cpu'", "'ort-cuda'")),
+        ({"library": "tensorrt"}, "target.library", ("'onnxruntime'", "'tensorrt'")),
+        ({"library_version": "1.31.1"}, "target.library_version", ("'1.32.0'", "'1.31.1'")),
+        (
+            {"op_table": "QuantLinear=2"},
+            "plugins.op_table",
+            ("'QuantLinear=1;PagedAttention=1'", "'QuantLinear=2'"),
+        ),
+        ({"layouts": {"i4.b32.asym": "x@2"}}, "plugins.layouts.i4.b32.asym", ("'panel16-i4@1'", "'x@2'")),
+        ({"layouts": {}}, "plugins.layouts.i4.b32.asym", ("'panel16-i4@1'", "'none'")),
+    ],
+)
+def test_another_machine_is_refused_with_both_values_and_the_fix(engine, change, key, values):
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine).check(engine, dataclasses.replace(FACTS, **change))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{engine / MANIFEST}: {key}: ")
+    assert f"the engine has {values[0]}, this machine has {values[1]}" in problem
+    assert problem.endswith(f"rebuild with: enginebay build EXPORTED {engine} --target ort-cpu --quant int4")
+
+
+def test_every_mismatch_is_a_line(engine):
+    facts = dataclasses.replace(FACTS, library_version="1.31.1", op_table="", layouts={})
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine).check(engine, facts)
+    assert len(caught.value.problems) == 3
+    assert str(caught.value).count("\n") == 2
+
+
+def test_a_library_rebuilt_from_the_same_sources_is_accepted_and_reported(engine):
+    notes = EngineManifest.load(engine).check(engine, dataclasses.replace(FACTS, plugin_sha256="b" * 64))
+    assert len(notes) == 1
+    assert "built with aaaaaaaaaaaa, running bbbbbbbbbbbb; accepted" in notes[0]
+
+
+def test_another_version_of_enginebay(engine):
+    major, minor, patch = enginebay_version().split(".")
+    edit(engine, "enginebay_version", f"{major}.{minor}.{patch}9")
+    notes = EngineManifest.load(engine).check(engine, FACTS)
+    assert notes == [
+        f"{engine / MANIFEST}: enginebay_version: built by {major}.{minor}.{patch}9, running {enginebay_version()}"
+    ]
+    edit(engine, "enginebay_version", f"{major}.{minor}9.0")
+    with pytest.raises(ManifestError, match=f"enginebay_version: the engine has '{major}.{minor}9.0'"):
+        EngineManifest.load(engine).check(engine, FACTS)
+
+
+@pytest.mark.parametrize("name", ["engine.onnx", "weights.bin", "tokenizer.json"])
+def test_a_missing_file_is_named(engine, name):
+    (engine / name).rename(engine / "moved")
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine).check(engine, FACTS)
+    assert caught.value.problems[0].startswith(f"{engine / name}: not found, but manifest.json lists it")
+
+
+@pytest.mark.parametrize(("delta", "words"), [(-1, "cut short"), (1, "too long")])
+def test_a_sidecar_of_another_length_is_named_with_both_sizes(engine, delta, words):
+    size = (engine / "weights.bin").stat().st_size
+    with (engine / "weights.bin").open("r+b") as file:
+        file.truncate(size + delta)
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine).check(engine, FACTS)
+    assert (
+        f"{engine / 'weights.bin'}: {words}: manifest.json has {size} bytes, the file {size + delta}"
+        in str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("name", ["engine.onnx", "weights.bin"])
+def test_a_file_of_the_same_length_but_other_content_is_named(engine, name):
+    data = bytearray((engine / name).read_bytes())
+    data[:] = bytes(len(data))
+    (engine / name).write_bytes(data)
+    with pytest.raises(ManifestError, match="not the file that was built"):
+        EngineManifest.load(engine).check(engine, FACTS)
+
+
+def test_a_folder_without_a_manifest(tmp_path):
+    with pytest.raises(ManifestError, match=r"manifest.json: not found; .* is not an engine folder"):
+        EngineManifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("schema_version", 2, "schema_version: the engine has 2, this EngineBay reads 1; rebuild with"),
+        ("schema_version", ..., "schema_version: the engine has None"),
+        ("opset", "24", "opset: '24' instead of a value of type int"),
+        ("opset", True, "opset: True instead of a value of type int"),
+        ("opset", ..., "the document: without opset"),
+        ("surprise", 1, "the document: unknown key 'surprise'"),
+        ("target.library", None, "target.library: None instead of a value of type str"),
+        ("limits", [1], "limits: list instead of an object"),
+        ("quantization.layers", [], "quantization.layers: list instead of an object"),
+        ("quantization.layers.lm_head", {}, "quantization.layers.lm_head: without format, method, shape"),
+        ("files.0.size", 1.5, r"files\[0\].size: 1.5 instead"),
+        ("files.0.name", "../../etc/passwd", r"files\[0\].name: '../../etc/passwd' is not a plain file name"),
+        (
+            "cache_groups.0.dtype",
+            "int3",
+            r"cache_groups\[0\].dtype: 'int3' is none of float32, float16, bfloat16",
+        ),
+    ],
+)
+def test_a_malformed_document_names_the_key(engine, key, value, words):
+    edit(engine, key, value)
+    with pytest.raises(ManifestError, match=words) as caught:
+        EngineManifest.load(engine)
+    assert str(engine / MANIFEST) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "nul", '"x"', "[" * 100_000, "\ufeff{}"])
+def test_what_is_no_manifest_at_all(engine, text):
+    (engine / MANIFEST).write_text(text)
+    with pytest.raises(ManifestError, match=r"manifest\.json"):
+        EngineManifest.load(engine)
+
+
+def test_bytes_that_are_no_text(engine):
+    (engine / MANIFEST).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ManifestError, match=r"manifest\.json: cannot be read"):
+        EngineManifest.load(engine)
+
+
+def test_serving_pays_for_nothing_else():
+    code = (
+        "import sys, enginebay.builder.manifest as m\n"
+        "heavy = {'onnx', 'onnx_ir', 'onnxruntime', 'torch', 'transformers', 'ml_dtypes', 'safetensors'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
