@@ -1,7 +1,16 @@
 /* QuantLinear: y = x.W^T + bias over packed weights (plugins/ops.py).
  *
  * Packing is a property of the device: eb_quant_linear_pack turns plain weights into this library's layout,
- * documented beside the kernel, and eb_quant_linear_layout names it with a version for the manifest. */
+ * documented beside the kernel, and eb_quant_linear_layout names it with a version for the manifest.
+ *
+ * A row of y depends on its row of x and the weights alone, bit for bit: not on the other rows, their number
+ * or the threads. NaN or infinity in a row of x makes NaN of that row's outputs and of no other's.
+ *
+ * The CPU library multiplies integer formats by rows of x quantised to int8 in the weights' blocks (at most
+ * 128 wide), keeps scales as fp16 times a power of two per output feature (fp16 scales are reproduced
+ * exactly), takes block sizes that are multiples of 32 and divide K, and computes in fp32 (io_dtype EB_F32).
+ * Its kernels are chosen by CPUID, one file per ISA: baseline, AVX2, AVX-512 VNNI; the layout is the same for
+ * all. Packed weights and the workspace start at a multiple of 16 bytes; 64 is faster. */
 #ifndef ENGINEBAY_QUANT_LINEAR_H
 #define ENGINEBAY_QUANT_LINEAR_H
 
@@ -29,6 +38,7 @@ typedef struct eb_quant_linear_weights {
   const float* minimums;
 } eb_quant_linear_weights;
 
+/* Name and version of the packed layout, static storage; NULL where the descriptor is not valid. */
 EB_API const char* eb_quant_linear_layout(const eb_quant_linear_desc* desc);
 EB_API eb_status eb_quant_linear_packed_bytes(const eb_context* context, const eb_quant_linear_desc* desc,
                                               size_t* bytes);
@@ -42,7 +52,8 @@ EB_API eb_status eb_quant_linear_workspace_size(const eb_context* context, const
 EB_API eb_status eb_quant_linear_run(const eb_context* context, const eb_quant_linear_desc* desc,
                                      int64_t rows, const void* x, const void* packed, size_t packed_bytes,
                                      const float* bias, void* y, void* workspace, size_t workspace_bytes);
-/* y[i] = W[ids[i]], [rows, K]; an id outside [0, N) is an invalid argument. */
+/* y[i] = W[ids[i]], [rows, K], what eb_quant_linear_unpack gives; an id outside [0, N) is an invalid
+ * argument. */
 EB_API eb_status eb_embedding_run(const eb_context* context, const eb_quant_linear_desc* desc, int64_t rows,
                                   const int32_t* ids, const void* packed, size_t packed_bytes, void* y);
 

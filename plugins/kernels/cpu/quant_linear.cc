@@ -1,0 +1,191 @@
+// y = x.W^T + bias: checks, the ISA's kernels, and how the work is cut into tasks.
+#include <algorithm>
+
+#include "cpu_features.h"
+#include "parallel.h"
+#include "quant_linear_kernels.h"
+#include "status.h"
+
+namespace enginebay {
+namespace {
+
+eb_status choose_kernels(const eb_context* context, const QuantLinearKernels** kernels) {
+  CpuFeatures features;
+  EB_RETURN_IF_ERROR(cpu_features(context, &features));
+  *kernels = features.isa >= Isa::kAvx512Vnni ? &kQuantLinearAvx512Vnni
+             : features.isa >= Isa::kAvx2     ? &kQuantLinearAvx2
+                                              : &kQuantLinearBaseline;
+  return EB_OK;
+}
+
+TileKernel choose_tile(const QuantLinearKernels& kernels, const QuantLinearLayout& layout) {
+  switch (layout.format) {
+    case EB_F32:
+      return kernels.f32;
+    case EB_F16:
+      return kernels.f16;
+    case EB_BF16:
+      return kernels.bf16;
+    case EB_I8:
+      return kernels.i8;
+    default:
+      return layout.minimum ? kernels.i4_minimum : kernels.i4;
+  }
+}
+
+// M rows cut into tiles of nearly equal height.
+struct Tiles {
+  int64_t rows, count;
+  size_t bytes;  // of the highest tile
+
+  Tiles(const QuantLinearLayout& layout, int64_t rows_of_x)
+      : rows(rows_of_x),
+        count((rows_of_x + kTileRows - 1) / kTileRows),
+        bytes(tile_bytes(layout, static_cast<int>((rows_of_x + count - 1) / count))) {}
+
+  int64_t begin(int64_t tile) const { return tile * (rows / count) + std::min(tile, rows % count); }
+  int height(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
+};
+
+// The grid of tasks: groups of panels times runs of tiles. Tasks are small enough that a thread which loses
+// its core holds nobody up for long, and large enough that handing them out costs nothing that shows.
+struct Grid {
+  int64_t panels, tiles;              // of a task
+  int64_t panel_groups, tile_groups;  // how many
+};
+
+Grid make_grid(const QuantLinearLayout& layout, const Tiles& tiles, unsigned threads) {
+  constexpr double kBytesPerNs = 30, kIntegerPerNs = 160, kFloatPerNs = 40;  // of one core
+  constexpr double kShortestNs = 2000, kLongestNs = 400000, kTasksPerThread = 8;
+  constexpr size_t kCached = 384 << 10;  // bytes of panels that stay near while all tiles pass
+  const double products = static_cast<double>(tiles.rows * kPanel * layout.in_features);
+  const double panel_ns = std::max(static_cast<double>(layout.panel_bytes) / kBytesPerNs,
+                                   products / (layout.integer ? kIntegerPerNs : kFloatPerNs));
+  const double total_ns = panel_ns * static_cast<double>(layout.panels);
+  Grid grid{layout.panels, tiles.count, 1, 1};
+  const double task_ns = std::min(std::max(total_ns / (threads * kTasksPerThread), kShortestNs), kLongestNs);
+  if (threads > 1 || tiles.count > 1) {
+    grid.panels = static_cast<int64_t>(task_ns / panel_ns);
+    if (tiles.count > 1)
+      grid.panels = std::min(grid.panels, static_cast<int64_t>(kCached / layout.panel_bytes));
+    grid.panels =
+        std::min(std::max<int64_t>((grid.panels + 3) / 4 * 4, 4), layout.panels);  // kernels take four
+  }
+  grid.panel_groups = (layout.panels + grid.panels - 1) / grid.panels;
+  const int64_t wanted = static_cast<int64_t>(threads * kTasksPerThread);
+  if (threads > 1 && grid.panel_groups < wanted) {
+    const int64_t runs = std::min((wanted + grid.panel_groups - 1) / grid.panel_groups, tiles.count);
+    grid.tiles = (tiles.count + runs - 1) / runs;
+  }
+  grid.tile_groups = (tiles.count + grid.tiles - 1) / grid.tiles;
+  return grid;
+}
+
+struct Run {
+  const QuantLinearLayout& layout;
+  const Tiles& tiles;
+  const Grid& grid;
+  TileKernel kernel;
+  const uint8_t* x;  // prepared tiles
+  const uint8_t* packed;
+  const float* bias;
+  float* y;
+
+  void operator()(size_t task) const {
+    const int64_t group = static_cast<int64_t>(task) / grid.tile_groups;
+    const int64_t run = static_cast<int64_t>(task) % grid.tile_groups;
+    const int64_t panel = group * grid.panels, column = panel * kPanel;
+    TileTask part{};
+    part.layout = &layout;
+    part.panels = packed + static_cast<size_t>(panel) * layout.panel_bytes;
+    part.panel_count = std::min(grid.panels, layout.panels - panel);
+    part.columns = layout.out_features - column;
+    part.y_stride = layout.out_features;
+    part.bias = bias == nullptr ? nullptr : bias + column;
+    const int64_t chunk = layout.integer ? layout.in_features : kChunk;
+    const int64_t last = std::min((run + 1) * grid.tiles, tiles.count);
+    for (part.k_begin = 0; part.k_begin < layout.in_features; part.k_begin = part.k_end) {
+      part.k_end = std::min(part.k_begin + chunk, layout.in_features);
+      for (int64_t tile = run * grid.tiles; tile < last; ++tile) {
+        part.rows = tiles.height(tile);
+        part.x = x + static_cast<size_t>(tile) * tiles.bytes;
+        part.y = y + tiles.begin(tile) * layout.out_features + column;
+        kernel(part);
+      }
+    }
+  }
+};
+
+eb_status check_rows(const eb_context* context, int64_t rows) {
+  if (rows >= 0) return EB_OK;
+  return fail(context, EB_INVALID_ARGUMENT, "QuantLinear: %lld rows of x", static_cast<long long>(rows));
+}
+
+size_t workspace_bytes_of(const QuantLinearLayout& layout, int64_t rows) {
+  if (rows == 0) return 0;
+  const Tiles tiles(layout, rows);
+  return tiles.bytes * static_cast<size_t>(tiles.count);
+}
+
+eb_status check_workspace(const eb_context* context, size_t needed, const void* workspace, size_t bytes) {
+  EB_RETURN_IF_ERROR(check_pointer(context, "workspace", workspace, kPointerAlignment));
+  if (bytes >= needed) return EB_OK;
+  return fail(
+      context, EB_INVALID_ARGUMENT,
+      "QuantLinear: the workspace has %zu bytes, but this call needs %zu; ask workspace_size with the same "
+      "rows",
+      bytes, needed);
+}
+
+}  // namespace
+}  // namespace enginebay
+
+using namespace enginebay;
+
+extern "C" eb_status eb_quant_linear_workspace_size(const eb_context* context,
+                                                    const eb_quant_linear_desc* desc, int64_t rows,
+                                                    size_t* workspace_bytes) {
+  QuantLinearLayout layout{};
+  EB_RETURN_IF_ERROR(make_layout(context, desc, &layout));
+  EB_RETURN_IF_ERROR(check_rows(context, rows));
+  if (workspace_bytes == nullptr) {
+    return fail(context, EB_INVALID_ARGUMENT, "QuantLinear: `workspace_bytes` is NULL");
+  }
+  *workspace_bytes = workspace_bytes_of(layout, rows);
+  return EB_OK;
+}
+
+extern "C" eb_status eb_quant_linear_run(const eb_context* context, const eb_quant_linear_desc* desc,
+                                         int64_t rows, const void* x, const void* packed, size_t packed_bytes,
+                                         const float* bias, void* y, void* workspace,
+                                         size_t workspace_bytes) {
+  QuantLinearLayout layout{};
+  EB_RETURN_IF_ERROR(make_layout(context, desc, &layout));
+  EB_RETURN_IF_ERROR(check_rows(context, rows));
+  EB_RETURN_IF_ERROR(check_packed(context, layout, packed, packed_bytes));
+  if (rows == 0) return EB_OK;
+  EB_RETURN_IF_ERROR(check_pointer(context, "x", x, alignof(float)));
+  EB_RETURN_IF_ERROR(check_pointer(context, "y", y, alignof(float)));
+  if (bias != nullptr) EB_RETURN_IF_ERROR(check_pointer(context, "bias", bias, alignof(float)));
+  EB_RETURN_IF_ERROR(check_workspace(context, workspace_bytes_of(layout, rows), workspace, workspace_bytes));
+  const QuantLinearKernels* kernels;
+  EB_RETURN_IF_ERROR(choose_kernels(context, &kernels));
+
+  const Tiles tiles(layout, rows);
+  uint8_t* prepared = static_cast<uint8_t*>(workspace);
+  const PrepareRows prepare = layout.integer ? kernels->prepare_integer : kernels->prepare_float;
+  const auto prepare_tile = [&](size_t tile) {
+    const int64_t index = static_cast<int64_t>(tile);
+    prepare(layout, static_cast<const float*>(x) + tiles.begin(index) * layout.in_features,
+            tiles.height(index), prepared + tile * tiles.bytes);
+  };
+  parallel_for(context, static_cast<size_t>(tiles.count), prepare_tile);
+
+  const Grid grid = make_grid(layout, tiles, thread_count(context));
+  const Run run{layout,   tiles,
+                grid,     choose_tile(*kernels, layout),
+                prepared, static_cast<const uint8_t*>(packed),
+                bias,     static_cast<float*>(y)};
+  parallel_for(context, static_cast<size_t>(grid.panel_groups * grid.tile_groups), run);
+  return EB_OK;
+}

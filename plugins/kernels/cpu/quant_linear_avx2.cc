@@ -1,0 +1,234 @@
+// AVX2 with FMA and F16C. A panel is two ymm; rows are taken up to four at a time.
+#include <immintrin.h>
+
+#include <limits>
+
+#include "quant_linear_kernels.h"
+
+namespace enginebay {
+namespace {
+
+constexpr int kRows = 4;  // at a time: accumulators for more do not fit 16 registers
+
+enum class Weights { kF32, kF16, kBf16, kI8, kI4, kI4Minimum };
+
+// Lanes below `columns` of 8.
+inline __m256i column_mask(int64_t columns) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(columns > 8 ? 8 : static_cast<int>(columns)), lanes);
+}
+
+inline __m256 load_halves(const uint8_t* halves) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+}
+
+template <Weights W>
+inline __m256 load_floats(const uint8_t* values) {
+  if constexpr (W == Weights::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(values));
+  if constexpr (W == Weights::kF16) return load_halves(values);
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+// Rows `row` to `row + R - 1` of the tile times one panel, along the task's chunk of K.
+template <int R, Weights W>
+inline void float_rows(const TileTask& task, int row, const uint8_t* panel, int64_t column) {
+  constexpr size_t kLane = W == Weights::kF32 ? 4 : 2;
+  const uint8_t* values = panel + static_cast<size_t>(task.k_begin) * kPanel * kLane;
+  const float* x = reinterpret_cast<const float*>(task.x) + task.k_begin * task.rows + row;
+  __m256 acc[R][2];
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+  for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+    const __m256 left = load_floats<W>(values), right = load_floats<W>(values + 8 * kLane);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 value = _mm256_set1_ps(x[r]);
+      acc[r][0] = _mm256_fmadd_ps(value, left, acc[r][0]);
+      acc[r][1] = _mm256_fmadd_ps(value, right, acc[r][1]);
+    }
+    values += kPanel * kLane;
+    x += task.rows;
+  }
+  const bool last = task.k_end == task.layout->in_features;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t first = column + 8 * half;
+    const __m256i mask = column_mask(task.columns - first);
+    for (int r = 0; r < R; ++r) {
+      float* out = task.y + (row + r) * task.y_stride + first;
+      __m256 y = acc[r][half];
+      if (task.k_begin > 0) y = _mm256_add_ps(_mm256_maskload_ps(out, mask), y);
+      if (last && task.bias != nullptr) y = _mm256_add_ps(y, _mm256_maskload_ps(task.bias + first, mask));
+      _mm256_maskstore_ps(out, mask, y);
+    }
+  }
+}
+
+inline __m256i broadcast_four(const uint8_t* x) {
+  return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
+}
+
+// Dots of R rows with 8 columns along 32 values of k, added to dot[]. No sum of 16 bits saturates:
+// i4 adds eight times two products of at most 15*127, i8 multiplies 16-bit values into 32 bits.
+template <int R, Weights W>
+inline void dot_32(__m256i (&dot)[R], const uint8_t* values, const uint8_t* x, int rows) {
+  if constexpr (W == Weights::kI8) {
+    const __m256i even = _mm256_set1_epi16(0xff);
+    for (int g = 0; g < 8; ++g) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 64 * g));
+      const __m256i w_even = _mm256_and_si256(w, even), w_odd = _mm256_srli_epi16(w, 8);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256i q = broadcast_four(x + 4 * (rows * g + r));
+        const __m256i q_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), q_odd = _mm256_srai_epi16(q, 8);
+        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(w_even, q_even));
+        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(w_odd, q_odd));
+      }
+    }
+  } else {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    __m256i sum[R];
+    for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
+    for (int g = 0; g < 4; ++g) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 64 * g));
+      const __m256i low = _mm256_and_si256(w, nibble);
+      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* q = x + 4 * (rows * 2 * g + r);
+        sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(low, broadcast_four(q)));
+        sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(high, broadcast_four(q + 4 * rows)));
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(sum[r], _mm256_set1_epi16(1)));
+    }
+  }
+}
+
+// Rows `row` to `row + R - 1` of the tile times half a panel, 8 columns.
+template <int R, Weights W>
+inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, int half, int64_t column) {
+  constexpr int kStep = W == Weights::kI8 ? 512 : 256;  // bytes of a panel's 32 values of k
+  const QuantLinearLayout& layout = *task.layout;
+  const int rows = task.rows;
+  const uint8_t* scales = panel + kAlignment + 16 * half;
+  const uint8_t* values = panel + layout.values_offset + 32 * half;
+  const uint8_t* x = task.x + 4 * row;
+  __m256 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    const uint8_t* x_scales = x + rows * layout.block;
+    const uint8_t* x_terms = x_scales + 4 * rows;
+    __m256i dot[R];
+    for (int r = 0; r < R; ++r) {
+      dot[r] = W == Weights::kI4Minimum ? _mm256_setzero_si256() : broadcast_four(x_terms + 4 * r);
+    }
+    for (int done = 0; done < layout.block; done += 32) {
+      dot_32<R, W>(dot, values, x, rows);
+      values += kStep;
+      x += 32 * rows;
+    }
+    const __m256 scale = load_halves(scales);
+    for (int r = 0; r < R; ++r) {
+      const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(reinterpret_cast<const float*>(x_scales)[r]));
+      acc[r] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(dot[r]), acc[r]);
+    }
+    scales += 32;
+    if constexpr (W == Weights::kI4Minimum) {
+      const __m256 minimum = load_halves(scales);
+      for (int r = 0; r < R; ++r) {
+        const __m256 term = _mm256_set1_ps(reinterpret_cast<const float*>(x_terms)[r]);
+        acc[r] = _mm256_fmadd_ps(minimum, term, acc[r]);
+      }
+      scales += 32;
+    }
+    x = x_terms + 4 * rows;
+  }
+  const __m256i mask = column_mask(task.columns - column);
+  const __m256 multiplier = _mm256_loadu_ps(reinterpret_cast<const float*>(panel) + 8 * half);
+  for (int r = 0; r < R; ++r) {
+    __m256 y = _mm256_mul_ps(acc[r], multiplier);
+    if (task.bias != nullptr) y = _mm256_add_ps(y, _mm256_maskload_ps(task.bias + column, mask));
+    _mm256_maskstore_ps(task.y + (row + r) * task.y_stride + column, mask, y);
+  }
+}
+
+template <int R, Weights W>
+void some_rows(const TileTask& task, int row) {
+  for (int64_t p = 0; p < task.panel_count; ++p) {
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.layout->panel_bytes;
+    if constexpr (W == Weights::kF32 || W == Weights::kF16 || W == Weights::kBf16) {
+      float_rows<R, W>(task, row, panel, p * kPanel);
+    } else {
+      for (int half = 0; half < 2; ++half) integer_rows<R, W>(task, row, panel, half, p * kPanel + 8 * half);
+    }
+  }
+}
+
+template <Weights W>
+void tile(const TileTask& task) {
+  static constexpr void (*kByRows[])(const TileTask&, int) = {some_rows<1, W>, some_rows<2, W>,
+                                                              some_rows<3, W>, some_rows<4, W>};
+  for (int row = 0; row < task.rows; row += kRows) {
+    const int rows = task.rows - row < kRows ? task.rows - row : kRows;
+    kByRows[rows - 1](task, row);
+  }
+}
+
+void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  const int block = layout.block;
+  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  for (int r = 0; r < rows; ++r) {
+    uint8_t* out = tile;
+    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
+      const float* from = x + r * layout.in_features + b * block;
+      __m256i largest = _mm256_setzero_si256();
+      for (int i = 0; i < block; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+        largest = _mm256_max_epu32(largest, _mm256_and_si256(bits, magnitude));
+      }
+      __m128i top = _mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+      top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0x4e));
+      top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0xb1));
+      const float amax = _mm_cvtss_f32(_mm_castsi128_ps(top));
+      const bool finite = static_cast<uint32_t>(_mm_cvtsi128_si32(top)) < 0x7f800000u;
+      const bool zero = !finite || amax < kSmallest;
+      const __m256 inverse = _mm256_set1_ps(zero ? 0.0f : 127.0f / amax);
+      const __m256i keep = _mm256_set1_epi32(finite ? -1 : 0);
+      const __m256i first_bytes =
+          _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1,
+                           -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+      __m256i sum = _mm256_setzero_si256();
+      for (int i = 0; i < block; i += 8) {
+        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(from + i), inverse);
+        const __m256i q = _mm256_and_si256(_mm256_cvtps_epi32(scaled), keep);
+        sum = _mm256_add_epi32(sum, q);
+        const __m256i bytes = _mm256_shuffle_epi8(q, first_bytes);
+        int* to = reinterpret_cast<int*>(out) + (i / 4) * rows + r;
+        to[0] = _mm256_extract_epi32(bytes, 0);
+        to[rows] = _mm256_extract_epi32(bytes, 4);
+      }
+      __m128i total4 = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+      total4 = _mm_add_epi32(total4, _mm_shuffle_epi32(total4, 0x4e));
+      const int total = _mm_cvtsi128_si32(_mm_add_epi32(total4, _mm_shuffle_epi32(total4, 0xb1)));
+      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
+      scales[r] = scale;
+      if (layout.minimum) {
+        scales[rows + r] = scale * static_cast<float>(total);
+      } else {
+        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const QuantLinearKernels kQuantLinearAvx2 = {
+    prepare_float_baseline, prepare_integer,    tile<Weights::kF32>, tile<Weights::kF16>,
+    tile<Weights::kBf16>,   tile<Weights::kI8>, tile<Weights::kI4>,  tile<Weights::kI4Minimum>,
+};
+
+}  // namespace enginebay

@@ -1,0 +1,140 @@
+// Float formats, and rows of x to int8, on AVX-512 F, BW, DQ, VL.
+#include "quant_linear_avx512.h"
+
+#include <limits>
+
+namespace enginebay {
+namespace {
+
+enum class Weights { kF32, kF16, kBf16 };
+
+template <Weights W>
+constexpr size_t kRowBytes = W == Weights::kF32 ? 64 : 32;  // 16 weights of one k
+
+template <Weights W>
+inline __m512 load_weights(const uint8_t* values) {
+  if constexpr (W == Weights::kF32) return _mm512_loadu_ps(values);
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  if constexpr (W == Weights::kF16) return _mm512_cvtph_ps(halves);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// R rows times the P panels from `panel` on, along the task's chunk of K.
+template <int R, int P, Weights W>
+inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t column) {
+  const size_t stride = task.layout->panel_bytes;
+  const uint8_t* values = panel + static_cast<size_t>(task.k_begin) * kRowBytes<W>;
+  const float* x = reinterpret_cast<const float*>(task.x) + task.k_begin * R;
+  __m512 acc[R][P];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = _mm512_setzero_ps();
+  }
+#pragma GCC unroll 4
+  for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+    __m512 w[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) w[p] = load_weights<W>(values + p * stride);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512 row = _mm512_set1_ps(x[r]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) acc[r][p] = _mm512_fmadd_ps(row, w[p], acc[r][p]);
+    }
+    values += kRowBytes<W>;
+    x += R;
+  }
+  const bool last = task.k_end == task.layout->in_features;
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p) {
+    const int64_t first = column + p * kPanel;
+    const __mmask16 mask = column_mask(task.columns - first);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* out = task.y + r * task.y_stride + first;
+      __m512 y = acc[r][p];
+      if (task.k_begin > 0) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), y);
+      if (last && task.bias != nullptr) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, task.bias + first));
+      _mm512_mask_storeu_ps(out, mask, y);
+    }
+  }
+}
+
+template <int R, Weights W>
+void float_tile(const TileTask& task) {
+  constexpr int kPanels = R == 1 ? 4 : R <= 6 ? 3 : 2;  // at least four chains, at most 18 accumulators
+  const size_t stride = task.layout->panel_bytes;
+  int64_t p = 0;
+  for (; p + kPanels <= task.panel_count; p += kPanels) {
+    float_panels<R, kPanels, W>(task, task.panels + static_cast<size_t>(p) * stride, p * kPanel);
+  }
+  for (; p < task.panel_count; ++p) {
+    float_panels<R, 1, W>(task, task.panels + static_cast<size_t>(p) * stride, p * kPanel);
+  }
+}
+
+template <Weights W>
+void float_tile_of(const TileTask& task) {
+  static constexpr TileKernel kByRows[] = {float_tile<1, W>, float_tile<2, W>, float_tile<3, W>,
+                                           float_tile<4, W>, float_tile<5, W>, float_tile<6, W>,
+                                           float_tile<7, W>, float_tile<8, W>};
+  static_assert(sizeof kByRows / sizeof kByRows[0] == kTileRows);
+  kByRows[task.rows - 1](task);
+}
+
+}  // namespace
+
+void tile_f32_avx512(const TileTask& task) { float_tile_of<Weights::kF32>(task); }
+void tile_f16_avx512(const TileTask& task) { float_tile_of<Weights::kF16>(task); }
+void tile_bf16_avx512(const TileTask& task) { float_tile_of<Weights::kBf16>(task); }
+
+void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  const int block = layout.block, vectors = block / 16;
+  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int r = 0; r < rows; ++r) {
+    uint8_t* out = tile;
+    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
+      const float* from = x + r * layout.in_features + b * block;
+      __m512i largest = _mm512_setzero_si512();
+      for (int v = 0; v < vectors; ++v) {
+        const __m512i bits = _mm512_loadu_si512(from + 16 * v);
+        largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, magnitude));
+      }
+      const uint32_t amax_bits = _mm512_reduce_max_epu32(largest);  // NaN above infinity above the rest
+      const float amax =
+          _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(amax_bits))));
+      const bool finite = amax_bits < 0x7f800000u, zero = !finite || amax < kSmallest;
+      const __m512 inverse = _mm512_set1_ps(zero ? 0.0f : 127.0f / amax);
+      __m512i sum = _mm512_setzero_si512();
+      for (int v = 0; v < vectors; ++v) {
+        // A block that counts as zero is multiplied by zero; what is not finite becomes zero here.
+        const __m512i q = _mm512_maskz_cvtps_epi32(static_cast<__mmask16>(finite ? 0xffff : 0),
+                                                   _mm512_mul_ps(_mm512_loadu_ps(from + 16 * v), inverse));
+        sum = _mm512_add_epi32(sum, q);
+        const __m128i bytes = _mm512_cvtepi32_epi8(q);
+        uint8_t* to = out + static_cast<size_t>(4 * v * rows + r) * 4;
+        if (rows == 1) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+        } else {
+          const int fours[] = {_mm_extract_epi32(bytes, 0), _mm_extract_epi32(bytes, 1),
+                               _mm_extract_epi32(bytes, 2), _mm_extract_epi32(bytes, 3)};
+          for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<int*>(to + static_cast<size_t>(4 * i * rows)) = fours[i];
+        }
+      }
+      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+      const int total = _mm512_reduce_add_epi32(sum);
+      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
+      scales[r] = scale;
+      if (layout.minimum) {
+        scales[rows + r] = scale * static_cast<float>(total);
+      } else {
+        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
+      }
+    }
+  }
+}
+
+}  // namespace enginebay

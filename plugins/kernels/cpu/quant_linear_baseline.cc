@@ -1,0 +1,172 @@
+// Any x86-64, in plain C++: the same operations in the same order as the other tables, without fused
+// multiply-adds.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "float16.h"
+#include "quant_linear_kernels.h"
+
+namespace enginebay {
+
+void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  const int64_t features = layout.in_features;
+  float* out = reinterpret_cast<float*>(tile);
+  if (rows == 1) {
+    std::memcpy(out, x, static_cast<size_t>(features) * sizeof(float));
+    return;
+  }
+  constexpr int64_t kStrip = 64;  // of k: source and destination stay in the first-level cache
+  for (int64_t begin = 0; begin < features; begin += kStrip) {
+    const int64_t end = begin + kStrip < features ? begin + kStrip : features;
+    for (int r = 0; r < rows; ++r) {
+      for (int64_t k = begin; k < end; ++k) out[k * rows + r] = x[r * features + k];
+    }
+  }
+}
+
+namespace {
+
+template <typename T>
+inline T load(const uint8_t* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+struct F32 {
+  static constexpr size_t kBytes = 4;
+  static float load(const uint8_t* value) { return enginebay::load<float>(value); }
+};
+struct F16 {
+  static constexpr size_t kBytes = 2;
+  static float load(const uint8_t* value) { return fp16_to_float(enginebay::load<uint16_t>(value)); }
+};
+struct Bf16 {
+  static constexpr size_t kBytes = 2;
+  static float load(const uint8_t* value) { return bf16_to_float(enginebay::load<uint16_t>(value)); }
+};
+
+int columns_of(const TileTask& task, int64_t panel) {
+  const int64_t left = task.columns - panel * kPanel;
+  return left < kPanel ? static_cast<int>(left) : kPanel;
+}
+
+template <class Format>
+void float_tile(const TileTask& task) {
+  const bool last = task.k_end == task.layout->in_features;
+  for (int64_t p = 0; p < task.panel_count; ++p) {
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.layout->panel_bytes;
+    float acc[kTileRows][kPanel] = {};
+    for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+      float w[kPanel];
+      for (int c = 0; c < kPanel; ++c) {
+        w[c] = Format::load(panel + static_cast<size_t>(k * kPanel + c) * Format::kBytes);
+      }
+      const float* x = reinterpret_cast<const float*>(task.x) + k * task.rows;
+      for (int r = 0; r < task.rows; ++r) {
+        for (int c = 0; c < kPanel; ++c) acc[r][c] += x[r] * w[c];
+      }
+    }
+    for (int r = 0; r < task.rows; ++r) {
+      float* y = task.y + r * task.y_stride + p * kPanel;
+      for (int c = 0; c < columns_of(task, p); ++c) {
+        const float sum = task.k_begin > 0 ? y[c] + acc[r][c] : acc[r][c];
+        y[c] = last && task.bias != nullptr ? sum + task.bias[p * kPanel + c] : sum;
+      }
+    }
+  }
+}
+
+template <bool Minimum>
+void integer_tile(const TileTask& task) {
+  const QuantLinearLayout& layout = *task.layout;
+  const int rows = task.rows, groups = layout.block / 4;
+  const bool nibbles = layout.format == EB_I4;
+  for (int64_t p = 0; p < task.panel_count; ++p) {
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * layout.panel_bytes;
+    const uint8_t* scales = panel + kAlignment;
+    const uint8_t* values = panel + layout.values_offset;
+    const uint8_t* x = task.x;
+    float acc[kTileRows][kPanel] = {};
+    for (int64_t b = 0; b < layout.blocks; ++b) {
+      const uint8_t* x_scales = x + rows * layout.block;
+      const uint8_t* x_terms = x_scales + 4 * rows;
+      int32_t dot[kTileRows][kPanel];
+      for (int r = 0; r < rows; ++r) {
+        const int32_t term = Minimum ? 0 : load<int32_t>(x_terms + 4 * r);
+        for (int c = 0; c < kPanel; ++c) dot[r][c] = term;
+      }
+      for (int g = 0; g < groups; ++g) {
+        uint8_t w[kPanel * 4];
+        for (int i = 0; i < kPanel * 4; ++i) w[i] = nibbles ? (values[i] >> (g % 2 * 4)) & 15 : values[i];
+        if (!nibbles || g % 2 == 1) values += kPanel * 4;
+        for (int r = 0; r < rows; ++r) {
+          const int8_t* q = reinterpret_cast<const int8_t*>(x + 4 * (rows * g + r));
+          for (int c = 0; c < kPanel; ++c) {
+            dot[r][c] += w[4 * c] * q[0] + w[4 * c + 1] * q[1] + w[4 * c + 2] * q[2] + w[4 * c + 3] * q[3];
+          }
+        }
+      }
+      for (int r = 0; r < rows; ++r) {
+        const float x_scale = load<float>(x_scales + 4 * r), x_term = load<float>(x_terms + 4 * r);
+        for (int c = 0; c < kPanel; ++c) {
+          const float scale = fp16_to_float(load<uint16_t>(scales + 2 * c));
+          acc[r][c] += scale * x_scale * static_cast<float>(dot[r][c]);
+          if (Minimum) acc[r][c] += fp16_to_float(load<uint16_t>(scales + 32 + 2 * c)) * x_term;
+        }
+      }
+      scales += Minimum ? 64 : 32;
+      x = x_terms + 4 * rows;
+    }
+    for (int r = 0; r < rows; ++r) {
+      for (int c = 0; c < columns_of(task, p); ++c) {
+        const float y = acc[r][c] * load<float>(panel + 4 * c);
+        const int64_t column = p * kPanel + c;
+        task.y[r * task.y_stride + column] = task.bias != nullptr ? y + task.bias[column] : y;
+      }
+    }
+  }
+}
+
+void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  const int block = layout.block;
+  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
+  for (int r = 0; r < rows; ++r) {
+    uint8_t* out = tile;
+    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
+      const float* from = x + r * layout.in_features + b * block;
+      uint32_t largest = 0;
+      for (int i = 0; i < block; ++i) {
+        const uint32_t bits = float_to_bits(from[i]) & 0x7fffffffu;
+        if (bits > largest) largest = bits;
+      }
+      const float amax = bits_to_float(largest);
+      const bool finite = largest < 0x7f800000u, zero = !finite || amax < kSmallest;
+      const float inverse = zero ? 0.0f : 127.0f / amax;
+      int32_t total = 0;
+      for (int i = 0; i < block; ++i) {
+        const int q = finite ? static_cast<int>(std::nearbyint(from[i] * inverse)) : 0;
+        out[static_cast<size_t>((i / 4 * rows + r) * 4 + i % 4)] = static_cast<uint8_t>(q);
+        total += q;
+      }
+      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
+      scales[r] = scale;
+      if (layout.minimum) {
+        scales[rows + r] = scale * static_cast<float>(total);
+      } else {
+        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const QuantLinearKernels kQuantLinearBaseline = {
+    prepare_float_baseline, prepare_integer,     float_tile<F32>,     float_tile<F16>,
+    float_tile<Bf16>,       integer_tile<false>, integer_tile<false>, integer_tile<true>,
+};
+
+}  // namespace enginebay

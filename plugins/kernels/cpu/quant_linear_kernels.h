@@ -1,0 +1,63 @@
+// The inner loops of QuantLinear, one table per ISA (quant_linear_<isa>.cc). Every kernel of a table computes
+// an output element by the same operations in the same order, whatever the number of rows:
+//
+//   integer formats  acc = fma(scale_w*scale_x, float(dot), acc); acc = fma(minimum, term, acc) block after
+//   block, each
+//                    dot being exact; then y = acc*multiplier (+ bias)
+//   float formats    partial = fma(x, w, partial) along a chunk of K; y = y + partial chunk after chunk (+
+//   bias)
+//
+// A new ISA (AMX) is one more file with one more table, and a line in quant_linear.cc.
+#ifndef ENGINEBAY_QUANT_LINEAR_KERNELS_H
+#define ENGINEBAY_QUANT_LINEAR_KERNELS_H
+
+#include "quant_linear_layout.h"
+
+namespace enginebay {
+
+constexpr int64_t kChunk = 512;  // of K, float formats
+
+// One tile of rows times consecutive panels.
+struct TileTask {
+  const QuantLinearLayout* layout;
+  int rows;               // R, 1 to kTileRows
+  const uint8_t* x;       // the prepared tile
+  const uint8_t* panels;  // the first panel
+  int64_t panel_count;
+  int64_t columns;  // of y, from the first panel's first column to the end of the matrix
+  float* y;         // row 0, the first panel's first column
+  int64_t y_stride;
+  const float* bias;       // from the first panel's first column, or NULL
+  int64_t k_begin, k_end;  // the chunk, float formats only
+};
+
+// Rows [rows, K] of x into a tile.
+using PrepareRows = void (*)(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
+using TileKernel = void (*)(const TileTask& task);
+
+struct QuantLinearKernels {
+  PrepareRows prepare_float, prepare_integer;
+  TileKernel f32, f16, bf16, i8, i4, i4_minimum;
+};
+
+// A block of x becomes int8 by x = scale*q with scale = amax/127 and q = round-to-even(x * (127/amax)). A
+// block below kSmallest counts as zero; NaN or infinity makes the scale and the term NaN, so that the row's
+// outputs are NaN.
+constexpr float kSmallest = 0x1p-100f;
+
+// Turns the stored unsigned weights into signed ones: the term of a block is -offset*sum(q).
+static inline int32_t weight_offset(const QuantLinearLayout& layout) {
+  return layout.format == EB_I8 ? 128 : 8;
+}
+
+extern const QuantLinearKernels kQuantLinearBaseline, kQuantLinearAvx2, kQuantLinearAvx512Vnni;
+
+// The halves of kQuantLinearAvx512Vnni that need no VNNI.
+void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
+void tile_f32_avx512(const TileTask& task);
+void tile_f16_avx512(const TileTask& task);
+void tile_bf16_avx512(const TileTask& task);
+void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
+
+}  // namespace enginebay
+#endif

@@ -1,0 +1,77 @@
+// How packed weights and prepared rows lie in memory. Every ISA reads the same bytes.
+//
+// Weights are cut into panels of 16 output features (the last one padded with zeros), each a forward stream:
+//
+//   float formats   values  [K][16] in the format's own dtype
+//   integer formats multipliers [16] fp32 | scales [K/A][16] (symmetric) or [K/A][2][16] (scale, minimum)
+//   fp16 | values
+//     i8            values  [K/4][16][4] bytes q + 128
+//     i4            values  [K/8][16][4] bytes, the low nibble of group 2g, the high nibble of group 2g+1,
+//                   where group g of a feature is its q at k = 4g..4g+3
+//
+// A is the activation block: the largest of 128, 64, 32 that divides the weight block. What the kernel
+// multiplies by is multiplier*(scale*q + minimum); the multiplier is the power of two that puts the feature's
+// largest scale or minimum into [2^14, 2^15), so scales that were fp16 stay exact and others are rounded to
+// fp16's 11 bits. Regions and panels start on 64 bytes.
+//
+// Rows of x are cut into tiles of R <= 8 rows:
+//
+//   float formats   x      [K][R] fp32
+//   integer formats blocks [K/A] of { q [A/4][R][4] int8 | scale [R] fp32 | term [R] }, x = scale*q, where
+//   term is
+//                   the fp32 scale*sum(q) for the minimum, or the int32 -8*sum(q) (i4), -128*sum(q) (i8) that
+//                   turns the stored unsigned weights into signed ones.
+#ifndef ENGINEBAY_QUANT_LINEAR_LAYOUT_H
+#define ENGINEBAY_QUANT_LINEAR_LAYOUT_H
+
+#include <cstddef>
+#include <cstdint>
+
+#include "enginebay/quant_linear.h"
+
+namespace enginebay {
+
+constexpr int kPanel = 16;                // output features of a panel
+constexpr int kTileRows = 8;              // rows of x a kernel works on at a time
+constexpr size_t kAlignment = 64;         // of panels and tiles within their buffers
+constexpr size_t kPointerAlignment = 16;  // of the buffers themselves; 64 is faster
+
+struct QuantLinearLayout {
+  int64_t in_features, out_features, panels;
+  eb_dtype format;
+  bool integer;          // i8 or i4
+  bool minimum;          // a minimum beside each scale
+  int block;             // A; 0 for float formats
+  int blocks_per_scale;  // A-blocks of one weight block
+  int64_t blocks;        // K/A
+  size_t values_offset;  // bytes from a panel's start
+  size_t panel_bytes;
+};
+
+// Functions in headers are static: a file compiled for one ISA must not lend its copy to a baseline file.
+static inline size_t packed_bytes(const QuantLinearLayout& layout) {
+  return layout.panel_bytes * static_cast<size_t>(layout.panels);
+}
+
+static inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Bytes of a prepared tile.
+static inline size_t tile_bytes(const QuantLinearLayout& layout, int rows) {
+  const size_t row = layout.integer
+                         ? static_cast<size_t>(layout.blocks) * static_cast<size_t>(layout.block + 8)
+                         : 4 * static_cast<size_t>(layout.in_features);
+  return align_up(row * static_cast<size_t>(rows));
+}
+
+// Validates the context and the descriptor.
+eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* desc, QuantLinearLayout* layout);
+
+// EB_INVALID_ARGUMENT unless `pointer` is a multiple of `alignment` and not NULL.
+eb_status check_pointer(const eb_context* context, const char* name, const void* pointer, size_t alignment);
+
+// The same, and `packed` as long as the layout says.
+eb_status check_packed(const eb_context* context, const QuantLinearLayout& layout, const void* packed,
+                       size_t bytes);
+
+}  // namespace enginebay
+#endif
