@@ -143,11 +143,15 @@ class RuntimeFacts:
 
 @dataclass(frozen=True)
 class EngineManifest:
-    """The whole document; field names are its keys. `model` is the ModelSpec as export/spec.py writes it."""
+    """The whole document; field names are its keys.
+
+    `model` is the ModelSpec as export/spec.py writes it, `config` the BuildConfig as it was asked for.
+    """
 
     schema_version: int
     enginebay_version: str
     source: SourceModel
+    config: Mapping[str, Any]
     model: Mapping[str, Any]
     target: TargetRecord
     plugins: PluginRecord
