@@ -32,11 +32,11 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over bytes on a terminal, nothing elsewhere. Yields `report(done_bytes, total_bytes)`."""
+def progress(label: str, unit: str = "B") -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere. Yields `report(done, total)`, counts of `unit`."""
     from tqdm import tqdm
 
-    with tqdm(desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(desc=label, unit=unit, unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def report(done: int, total: int) -> None:
             bar.total = total

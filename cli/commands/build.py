@@ -1,0 +1,85 @@
+"""Canonical ONNX -> engine for a target.
+
+An engine is a folder: the lowered graph, packed weights, a manifest that says what was built from what, and a
+report of every layer's format and error. Recipes trade size and speed for accuracy; `enginebay verify` measures
+the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from enginebay.builder.build import BuildConfig, build_engine
+from enginebay.builder.exported import read_exported
+from enginebay.builder.manifest import EngineManifest, ManifestError
+from enginebay.builder.quant.recipes import RECIPES
+from enginebay.builder.targets import PLANNED, TARGETS
+from enginebay.cli.console import print_json, progress, say
+
+HELP = "canonical ONNX -> engine"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    default = BuildConfig()
+    recipes = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
+    parser.add_argument("exported", type=Path, metavar="EXPORTED", help="folder `enginebay export` wrote")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="folder to write; an earlier engine is replaced"
+    )
+    parser.add_argument(
+        "--target", default=default.target, help=f"{', '.join(TARGETS)}; not yet: {', '.join(PLANNED)}"
+    )
+    parser.add_argument(
+        "--quant", default=default.quant, metavar="RECIPE", help=f"{recipes} (default {default.quant})"
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=default.max_batch, metavar="N", help="sequences of a step"
+    )
+    parser.add_argument(
+        "--max-step-tokens", type=int, default=default.max_step_tokens, metavar="N",
+        help="tokens of a step, all sequences together",
+    )  # fmt: skip
+    parser.add_argument("--max-sequence", type=int, metavar="N", help="tokens of prompt and answer together")
+    parser.add_argument(
+        "--cache-dtype", metavar="DTYPE", help="float32, float16 or bfloat16 (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="do nothing where OUT is this very engine already"
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = BuildConfig(
+        target=args.target,
+        quant=args.quant,
+        max_batch=args.max_batch,
+        max_step_tokens=args.max_step_tokens,
+        max_sequence=args.max_sequence,
+        cache_dtype=args.cache_dtype,
+    )
+    if args.keep and is_current(args.exported, args.out, config):
+        say(f"kept {args.out}: it is this model's {config.quant} engine already")
+        return 0
+    with progress("build") as report_bytes:
+        report = build_engine(
+            args.exported, args.out, config, lambda done, total, _what: report_bytes(done, total)
+        )
+    if args.json:
+        print_json(report.to_dict())
+        return 0
+    say(
+        f"built {args.out} for {config.target}, {config.quant}: {report.manifest.weight_bytes / 1e6:.1f} MB of weights, "
+        f"{report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes, {report.seconds:.1f} s"
+    )
+    return 0
+
+
+def is_current(exported: Path, engine: Path, config: BuildConfig) -> bool:
+    """Whether `engine` was built from `exported` with `config` by this EngineBay, and is whole."""
+    try:
+        manifest = EngineManifest.load(engine)
+    except (ManifestError, OSError):
+        return False
+    return config.matches(manifest) and manifest.source == read_exported(exported).source and usable(engine)
