@@ -1,8 +1,8 @@
 """Canonical ONNX -> engine for a target.
 
-An engine is a folder: the lowered graph, packed weights, a manifest that says what was built from what, and a
-report of every layer's format and error. Recipes trade size and speed for accuracy; `enginebay verify` measures
-the result.
+An engine is a folder: the lowered graph, packed weights, a manifest that says what was built from what,
+and a report of every layer's format and error. Recipes trade size and speed for accuracy; `enginebay verify`
+measures the result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from enginebay.builder.manifest import EngineManifest, ManifestError
 from enginebay.builder.quant.recipes import RECIPES
 from enginebay.builder.targets import PLANNED, TARGETS
 from enginebay.cli.console import print_json, progress, say
+from enginebay.plugins.load import KernelLibrary
+from enginebay.triton_repo.runtime.ort_engine import machine_facts
 
 HELP = "canonical ONNX -> engine"
 
@@ -24,9 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     default = BuildConfig()
     recipes = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
     parser.add_argument("exported", type=Path, metavar="EXPORTED", help="folder `enginebay export` wrote")
-    parser.add_argument(
-        "out", type=Path, metavar="OUT", help="folder to write; an earlier engine is replaced"
-    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; replaces an engine")
     parser.add_argument(
         "--target", default=default.target, help=f"{', '.join(TARGETS)}; not yet: {', '.join(PLANNED)}"
     )
@@ -42,11 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-sequence", type=int, metavar="N", help="tokens of prompt and answer together")
     parser.add_argument(
-        "--cache-dtype", metavar="DTYPE", help="float32, float16 or bfloat16 (default: the recipe's)"
+        "--cache-dtype", metavar="DTYPE", help="float32, float16, bfloat16; default: the recipe's"
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="do nothing where OUT is this very engine already"
-    )
+    parser.add_argument("--keep", action="store_true", help="do nothing where OUT is this engine already")
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
 
 
@@ -69,17 +67,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report.to_dict())
         return 0
+    megabytes = report.manifest.weight_bytes / 1e6
+    say(f"built {args.out} ({config.target}, {config.quant}) in {report.seconds:.1f} s")
     say(
-        f"built {args.out} for {config.target}, {config.quant}: {report.manifest.weight_bytes / 1e6:.1f} MB of weights, "
-        f"{report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes, {report.seconds:.1f} s"
+        f"  {megabytes:.1f} MB of weights, {report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes; see {args.out / 'report.json'}"
     )
     return 0
 
 
 def is_current(exported: Path, engine: Path, config: BuildConfig) -> bool:
-    """Whether `engine` was built from `exported` with `config` by this EngineBay, and is whole."""
+    """Whether `engine` was built from `exported` with `config`, is whole, and runs on this machine."""
     try:
         manifest = EngineManifest.load(engine)
+        manifest.check(engine, machine_facts(manifest, KernelLibrary()))
     except (ManifestError, OSError):
         return False
-    return config.matches(manifest) and manifest.source == read_exported(exported).source and usable(engine)
+    return manifest.config == config.to_dict() and manifest.source == read_exported(exported).source

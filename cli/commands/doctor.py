@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     findings = examine()
     healthy = all(finding.ok for finding in findings if finding.name in ESSENTIAL)
-    targets = {name: "built and run here" if healthy else "something above is missing" for name in TARGETS}
+    targets = dict.fromkeys(TARGETS, "built and run here" if healthy else "something above is missing")
     targets |= PLANNED
     if args.json:
         found = [asdict(finding) for finding in findings]

@@ -20,9 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="folder to write")
     parser.add_argument("--dry-run", action="store_true", help="say what would be exported; read no weights")
     existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--keep", action="store_true", help="do nothing where OUT is this model's export already"
-    )
+    existing.add_argument("--keep", action="store_true", help="do nothing where OUT is its export already")
     existing.add_argument("--force", action="store_true", help="replace OUT whatever it holds")
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
 

@@ -1,7 +1,7 @@
 """Answer one prompt in this process, without a server: the quickest look at an engine.
 
-The prompt goes through the model's chat template where it has one, unless --raw. The answer streams to standard
-output, figures follow on standard error.
+The prompt goes through the model's chat template where it has one, unless --raw. The answer streams to
+standard output, figures follow on standard error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     default = SamplingParams()
     parser.add_argument("engine", type=Path, metavar="ENGINE", help="folder `enginebay build` wrote")
     parser.add_argument("prompt", metavar="PROMPT", help="what to ask; '-' reads standard input")
-    parser.add_argument(
-        "--raw", action="store_true", help="send the text as it is, without the chat template"
-    )
+    parser.add_argument("--raw", action="store_true", help="send the text as it is, no chat template")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
-    parser.add_argument(
-        "--temperature", type=float, default=default.temperature, help="0, the default, is greedy"
-    )
+    parser.add_argument("--temperature", type=float, default=default.temperature, help="0 (default): greedy")
     parser.add_argument("--top-p", type=float, default=default.top_p, metavar="P")
     parser.add_argument("--top-k", type=int, default=default.top_k, metavar="K")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampled answers repeatable")

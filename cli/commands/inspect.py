@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(folder: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """What `folder` is, everything known of it, and the lines for a person. ValueError where it is nothing of ours."""
+    """What `folder` is, everything known of it, and lines for a person. ValueError: nothing of ours."""
     if (folder / MANIFEST).is_file():
         manifest = EngineManifest.load(folder)
         return "engine", asdict(manifest), engine_lines(manifest)

@@ -1,10 +1,10 @@
 """Compare an engine with the model it came from: logits, divergence, greedy choices, perplexity.
 
-Runs the engine in steps that mix prefill, chunked prefill and decode, and transformers in float32 beside it, over
-text this Python ships (random token ids where the model has no tokenizer). Needs torch and transformers.
+Runs the engine in steps that mix prefill, chunked prefill and decode, and transformers in float32 beside it,
+over text this Python ships (random token ids where the model has no tokenizer). Needs torch and transformers.
 
-max_abs_logit_error is the largest difference of any logit, mean_kl in nats per token, greedy_match the share of
-positions where both choose the same token. With --max-perplexity-ratio the exit status says whether it holds.
+max_abs_logit_error is the largest difference of any logit, mean_kl in nats per token, greedy_match the share
+of positions where both choose the same token. With --max-perplexity-ratio the status says whether it holds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,10 @@ HELP = "compare an engine with its Hugging Face model"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path, metavar="ENGINE", help="folder `enginebay build` wrote")
     parser.add_argument(
-        "--reference", type=Path, required=True, metavar="MODEL", help="the Hugging Face folder"
+        "--reference", type=Path, required=True, metavar="MODEL", help="its Hugging Face folder"
     )
-    parser.add_argument(
-        "--tokens", type=int, default=2048, metavar="N", help="positions to compare (default 2048)"
-    )
-    parser.add_argument(
-        "--window", type=int, default=256, metavar="N", help="tokens of context (default 256)"
-    )
+    parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="positions to compare")
+    parser.add_argument("--window", type=int, default=256, metavar="N", help="tokens of context")
     parser.add_argument("--max-perplexity-ratio", type=float, metavar="R", help="exit 1 above this")
     parser.add_argument("--json", action="store_true", help="the figures as JSON on standard output")
 
