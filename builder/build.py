@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import json
 import shutil
 import tempfile
 import time
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
@@ -74,6 +76,10 @@ class BuildConfig:
     block_size: int = 16
     cache_dtype: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as the manifest records it."""
+        return dict(json.loads(json.dumps(dataclasses.asdict(self))))
+
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
             value = getattr(self, name)
@@ -122,6 +128,7 @@ def build_engine(
             schema_version=SCHEMA_VERSION,
             enginebay_version=enginebay_version(),
             source=source.source,
+            config=config.to_dict(),
             model=source.spec_document,
             target=where.record,
             plugins=PluginRecord(where.plugins.op_table, packer.layouts, where.plugins.sha256),

@@ -45,6 +45,7 @@ def engine(tmp_path: Path) -> Path:
         schema_version=SCHEMA_VERSION,
         enginebay_version=enginebay_version(),
         source=SourceModel("tiny", "f" * 64),
+        config={"quant": "int4"},
         model={"architecture": "LlamaForCausalLM", "layers": [{"hidden": 64}]},
         target=TargetRecord("ort-cpu", "onnxruntime", "1.32.0"),
         plugins=PluginRecord("QuantLinear=1;PagedAttention=1", {"i4.b32.asym": "panel16-i4@1"}, "a" * 64),

@@ -70,7 +70,7 @@ class OrtEngine:
         options = options or EngineOptions()
         self.manifest = EngineManifest.load(folder)
         library = KernelLibrary()
-        self.notes = tuple(self.manifest.check(folder, _facts(self.manifest, library)))
+        self.notes = tuple(self.manifest.check(folder, machine_facts(self.manifest, library)))
         for note in self.notes:
             _log.info("%s", note)
         if len(self.manifest.cache_groups) != 1 or self.manifest.cache_groups[0].kind != "paged":
@@ -155,7 +155,7 @@ class OrtEngine:
             pool[0] = 0
 
 
-def _facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFacts:
+def machine_facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFacts:
     """This machine, with the layouts of the formats that the engine holds."""
     layouts = {}
     for record in manifest.quantization.layers.values():
