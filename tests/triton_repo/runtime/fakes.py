@@ -17,32 +17,31 @@ LIMITS = EngineLimits(
 
 
 class HashEngine:
-    """Keeps (token, position) in cache slots, as an attention layer would keep keys and values.
+    """Keeps (token, position) in cache slots, as an attention layer keeps keys and values.
 
     The logits of a row are a function of every (token, position) that its sequence's block table shows up to
-    the row's own position, in order. A wrong block, slot, position or token anywhere changes every later logit.
-    Slots that were never written hold poison.
+    the row's own position, in order. A wrong block, slot, position or token anywhere changes every later
+    logit. Slots that were never written hold poison.
     """
 
     def __init__(self, limits: EngineLimits = LIMITS) -> None:
         self.limits = limits
         slots = limits.num_blocks * limits.block_size
         self.cache = np.full((slots, 2), -7, np.int64)
-        self.steps: list[StepInputs] = []
+        self.steps = 0
         self.before_step: Callable[[StepInputs], None] = lambda inputs: None
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         self.before_step(inputs)
         self._validate(inputs)
-        self.steps.append(inputs)
+        self.steps += 1
         written = inputs.slot_mapping
         self.cache[written, 0] = inputs.input_ids
         self.cache[written, 1] = inputs.position_ids
-        return (
-            np.stack([self._row(inputs, int(row)) for row in inputs.logits_index])
-            if (len(inputs.logits_index))
-            else np.empty((0, self.limits.vocab_size), np.float32)
-        )
+        logits = np.empty((len(inputs.logits_index), self.limits.vocab_size), np.float32)
+        for index, row in enumerate(inputs.logits_index):
+            logits[index] = self._row(inputs, int(row))
+        return logits
 
     def _validate(self, inputs: StepInputs) -> None:
         limits = self.limits
