@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     megabytes = report.manifest.weight_bytes / 1e6
     say(f"built {args.out} ({config.target}, {config.quant}) in {report.seconds:.1f} s")
     say(
-        f"  {megabytes:.1f} MB of weights, {report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes; see {args.out / 'report.json'}"
+        f"  {megabytes:.1f} MB of weights, {report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes"
     )
+    say(f"  every layer's format and error: {args.out / 'report.json'}")
     return 0
 
 
