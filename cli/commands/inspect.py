@@ -39,7 +39,7 @@ def look(folder: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
         return "engine", asdict(manifest), engine_lines(manifest)
     if (folder / SPEC_FILE).is_file():
         exported = read_exported(folder)
-        return "exported model", {"spec": exported.spec_document()}, {
+        return "exported model", {"spec": exported.spec_document}, {
             "architecture": exported.spec.architecture,
             "layers": str(len(exported.spec.layers)),
             "positions": str(exported.spec.max_positions),
