@@ -1,0 +1,101 @@
+// The kernels ONNX Runtime creates, one object per node.
+#ifndef ENGINEBAY_ADAPTERS_ORT_OPS_H
+#define ENGINEBAY_ADAPTERS_ORT_OPS_H
+
+#include "enginebay/elementwise.h"
+#include "enginebay/paged_attention.h"
+#include "enginebay/quant_linear.h"
+#include "ort.h"
+
+namespace enginebay::ort {
+
+using Type = ONNXTensorElementDataType;
+constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr Type kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+
+class PagedAttention {
+ public:
+  static constexpr const char* kName = "PagedAttention";
+  static constexpr size_t kInputCount = 12, kRequiredInputs = 7;
+  static constexpr Type kInputs[kInputCount] = {kFloat, kAny,   kInt32, kInt32, kInt32, kInt32,
+                                                kInt32, kFloat, kFloat, kFloat, kFloat, kFloat};
+  static constexpr Type kOutputs[] = {kFloat, kAny};
+
+  explicit PagedAttention(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  OrtStatus* check_shapes(const Tensor (&in)[kInputCount]) const;
+
+  std::string node_;
+  eb_paged_attention_desc desc_{};
+};
+
+// The attributes and the packed weights that QuantLinear and Embedding have in common.
+class PackedWeights {
+ protected:
+  PackedWeights(const char* op, const OrtKernelInfo* info);
+  // The weight input, once its size is known to be what the attributes need.
+  OrtStatus* weights(Call& call, Tensor* tensor) const;
+
+  std::string node_;
+  eb_quant_linear_desc desc_{};
+  size_t bytes_ = 0;
+};
+
+class QuantLinear : PackedWeights {
+ public:
+  static constexpr const char* kName = "QuantLinear";
+  static constexpr size_t kRequiredInputs = 2;
+  static constexpr Type kInputs[] = {kFloat, kUint8, kFloat};
+  static constexpr Type kOutputs[] = {kFloat};
+
+  explicit QuantLinear(const OrtKernelInfo* info) : PackedWeights(kName, info) {}
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+};
+
+class Embedding : PackedWeights {
+ public:
+  static constexpr const char* kName = "Embedding";
+  static constexpr size_t kRequiredInputs = 2;
+  static constexpr Type kInputs[] = {kInt32, kUint8};
+  static constexpr Type kOutputs[] = {kFloat};
+
+  explicit Embedding(const OrtKernelInfo* info) : PackedWeights(kName, info) {}
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+};
+
+class AddRmsNorm {
+ public:
+  static constexpr const char* kName = "AddRMSNorm";
+  static constexpr size_t kRequiredInputs = 3;
+  static constexpr Type kInputs[] = {kFloat, kFloat, kFloat};
+  static constexpr Type kOutputs[] = {kFloat, kFloat};
+
+  explicit AddRmsNorm(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  std::string node_;
+  float epsilon_;
+};
+
+class GatedActivation {
+ public:
+  static constexpr const char* kName = "GatedActivation";
+  static constexpr size_t kRequiredInputs = 1;
+  static constexpr Type kInputs[] = {kFloat};
+  static constexpr Type kOutputs[] = {kFloat};
+
+  explicit GatedActivation(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  std::string node_;
+  eb_activation activation_;
+};
+
+}  // namespace enginebay::ort
+#endif

@@ -1,0 +1,73 @@
+// enginebay::QuantLinear and enginebay::Embedding for ONNX Runtime's CPU provider.
+#include "ops.h"
+
+namespace enginebay::ort {
+namespace {
+
+constexpr const char* kFormats[] = {"f32", "f16", "bf16", "i8", "i4"};
+constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4};
+
+}  // namespace
+
+PackedWeights::PackedWeights(const char* op, const OrtKernelInfo* info) {
+  const Attributes attributes(op, info);
+  node_ = attributes.node();
+  desc_.in_features = attributes.integer("in_features");
+  desc_.out_features = attributes.integer("out_features");
+  desc_.format = kFormatTypes[attributes.choice("format", kFormats)];
+  desc_.block_size = attributes.integer("block_size", 0);
+  desc_.symmetric = attributes.integer("symmetric", 1);
+  desc_.io_dtype = EB_F32;
+  check(attributes,
+        [this](const eb_context* context) { return eb_quant_linear_packed_bytes(context, &desc_, &bytes_); });
+}
+
+OrtStatus* PackedWeights::weights(Call& call, Tensor* tensor) const {
+  EB_ORT_RETURN_IF_ERROR(call.input(1, tensor));
+  if (tensor->elements() == static_cast<int64_t>(bytes_)) return nullptr;
+  return refuse(node_, "weight has %lld bytes; %d x %d weights of this format and block size take %zu",
+                static_cast<long long>(tensor->elements()), desc_.out_features, desc_.in_features, bytes_);
+}
+
+OrtStatus* QuantLinear::ComputeV2(OrtKernelContext* context) noexcept {
+  Call call(context);
+  Tensor x, weight, bias;
+  EB_ORT_RETURN_IF_ERROR(call.input(0, &x));
+  EB_ORT_RETURN_IF_ERROR(weights(call, &weight));
+  EB_ORT_RETURN_IF_ERROR(call.input(2, &bias));
+  if (x.rank != 2 || x.shape[1] != desc_.in_features) {
+    return refuse(node_, "x has %d dimensions, the last of %lld elements; expected 2 and in_features %d",
+                  x.rank, static_cast<long long>(x.rank > 0 ? x.shape[x.rank - 1] : 0), desc_.in_features);
+  }
+  if (bias.present() && bias.elements() != desc_.out_features) {
+    return refuse(node_, "bias has %lld elements, out_features is %d",
+                  static_cast<long long>(bias.elements()), desc_.out_features);
+  }
+  const int64_t shape[] = {x.shape[0], desc_.out_features};
+  void *y, *memory;
+  EB_ORT_RETURN_IF_ERROR(call.output(0, shape, 2, &y));
+  if (x.shape[0] == 0) return nullptr;
+  size_t bytes;
+  EB_ORT_RETURN_IF_ERROR(
+      call.report(node_, eb_quant_linear_workspace_size(call.context(), &desc_, x.shape[0], &bytes)));
+  EB_ORT_RETURN_IF_ERROR(workspace(node_, bytes, &memory));
+  return call.report(node_,
+                     eb_quant_linear_run(call.context(), &desc_, x.shape[0], x.data, weight.data, bytes_,
+                                         static_cast<const float*>(bias.data), y, memory, bytes));
+}
+
+OrtStatus* Embedding::ComputeV2(OrtKernelContext* context) noexcept {
+  Call call(context);
+  Tensor ids, weight;
+  EB_ORT_RETURN_IF_ERROR(call.input(0, &ids));
+  EB_ORT_RETURN_IF_ERROR(weights(call, &weight));
+  if (ids.rank != 1) return refuse(node_, "input_ids has %d dimensions, expected 1", ids.rank);
+  const int64_t shape[] = {ids.shape[0], desc_.in_features};
+  void* y;
+  EB_ORT_RETURN_IF_ERROR(call.output(0, shape, 2, &y));
+  if (ids.shape[0] == 0) return nullptr;
+  return call.report(node_, eb_embedding_run(call.context(), &desc_, ids.shape[0],
+                                             static_cast<const int32_t*>(ids.data), weight.data, bytes_, y));
+}
+
+}  // namespace enginebay::ort
