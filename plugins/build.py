@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,7 +138,9 @@ def build(directory: Path | None = None, library: Path = LIBRARY, jobs: int = JO
 def _compile(unit: Unit) -> Unit:
     unit.object.parent.mkdir(parents=True, exist_ok=True)
     unit.stamp.unlink(missing_ok=True)
+    began = time.time_ns()
     _call(unit.command, f"compiling {unit.source}")
+    os.utime(unit.object, ns=(began, began))  # a source edited while it compiled is newer than its object
     unit.stamp.write_text("\n".join(unit.command))
     return unit
 
