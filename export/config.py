@@ -125,6 +125,10 @@ class Config:
         """Whether `key` is there and not null."""
         return self._values.get(key) is not None
 
+    def has_key(self, key: str) -> bool:
+        """Whether `key` is there, null or not."""
+        return key in self._values
+
     def raw(self, key: str, default: Any = _REQUIRED) -> Any:
         """The value as parsed JSON."""
         self._read.add(key)
@@ -147,6 +151,16 @@ class Config:
         if value <= 0:
             raise self.refusal(key, value, "must be positive")
         return value
+
+    def nullable(self, key: str, default: int | None) -> int | None:
+        """A positive integer or null, which here is a value.
+
+        `default` counts only where the key is absent.
+        """
+        if key not in self._values:
+            return default
+        self._read.add(key)
+        return self.count(key) if self.has(key) else None
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         value = self.raw(key, default)

@@ -7,7 +7,7 @@ as defined by the HF configs that name them. Tables are computed in float64 and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -21,11 +21,16 @@ _CHUNK_ROWS = 4096
 
 
 def read_rope(
-    config: Config, head_dim: int, positions: int, *, theta: float = 10000.0, partial: float = 1.0
+    config: Config,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    aliases: Mapping[str, str] | None = None,
 ) -> Rope:
     """The one RoPE of a config: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-    `positions` is max_position_embeddings; `theta` and `partial` are the family's defaults. Raises
+    `theta` and `partial` are the family's defaults; `aliases` its older names of kinds. Raises
     UnsupportedModelError for an unknown kind or parameter.
     """
     theta = config.number("rope_theta", theta)
@@ -35,11 +40,26 @@ def read_rope(
     table = config.table("rope_parameters" if new_style else "rope_scaling")
     if new_style and config.has("rope_scaling"):
         config.expect("rope_scaling", config.raw("rope_parameters"))
-    return rope_from_table(table, head_dim, positions, theta=theta, partial=partial, original=original)
+    return rope_from_table(
+        table,
+        head_dim,
+        config.count("max_position_embeddings"),
+        theta=theta,
+        partial=partial,
+        original=original,
+        aliases=aliases,
+    )
 
 
 def rope_from_table(
-    table: Config, head_dim: int, positions: int, *, theta: float, partial: float, original: int | None = None
+    table: Config,
+    head_dim: int,
+    positions: int,
+    *,
+    theta: float,
+    partial: float = 1.0,
+    original: int | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Rope:
     """One set of RoPE parameters.
 
@@ -47,6 +67,7 @@ def rope_from_table(
     """
     kind = table.text("rope_type", table.raw("type", "default"))
     table.ignore("type")
+    kind = (aliases or {}).get(kind, kind)
     if kind not in get_args(RopeKind):
         raise table.refusal("rope_type", kind, f"known kinds are {', '.join(get_args(RopeKind))}")
     theta = table.number("rope_theta", theta)

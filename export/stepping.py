@@ -115,7 +115,7 @@ class Stepper:
             assert end <= len(stream.tokens)
             self._grow(stream, end)
             places = range(stream.computed, end)
-            shift = self._rope_switch if len(stream.tokens) > self._rope_switch else 0
+            shift = self._shift(stream.tokens)
             ids += stream.tokens[stream.computed : end]
             positions += [place + shift for place in places]
             size = self._block_size
@@ -133,6 +133,10 @@ class Stepper:
             slot_mapping=np.asarray(slots, np.int32),
             logits_index=np.arange(len(ids) if logits else 0, dtype=np.int32),
         )
+
+    def _shift(self, tokens: Sequence[int]) -> int:
+        """What a stream adds to its position_ids to read the RoPE table of its length."""
+        return self._rope_switch if len(tokens) > self._rope_switch else 0
 
     def _grow(self, stream: Stream, tokens: int) -> None:
         while len(stream.blocks) * self._block_size < tokens:

@@ -73,6 +73,7 @@ def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> Wei
     Raises CheckpointError naming missing, extra and mis-shaped ones.
     """
     consumed: set[str] = set()
+    family = _with_its_prefix(family, checkpoint)
     spec, notes = _decide_tie(spec, family, checkpoint, consumed)
     missing: list[str] = []
     found: dict[str, Initializer] = {}
@@ -116,6 +117,19 @@ def write_sidecar(plan: WeightPlan, path: Path, progress: Progress | None = None
                 raise CheckpointError(
                     f"'{weight.name}' gave {position - weight.offset} bytes, its shape needs {weight.nbytes}"
                 )
+
+
+def _with_its_prefix(family: Family, checkpoint: Checkpoint) -> Family:
+    """The family with names as this checkpoint has them: some lack the prefix."""
+    if any(name.startswith(family.prefix) for name in checkpoint.tensors):
+        return family
+    names = {
+        key: entry.removeprefix(family.prefix)
+        if isinstance(entry, str)
+        else tuple(name.removeprefix(family.prefix) for name in entry)
+        for key, entry in family.names.items()
+    }
+    return replace(family, names=names)
 
 
 def _decide_tie(

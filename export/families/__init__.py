@@ -7,11 +7,38 @@ from typing import Any
 
 from enginebay.export.config import Config
 from enginebay.export.errors import UnsupportedModelError
-from enginebay.export.families import llama
+from enginebay.export.families import (
+    cohere2,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen,
+    smollm3,
+)
 from enginebay.export.families.base import Family
 from enginebay.export.spec import ModelSpec
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.MISTRAL,
+    mistral.MINISTRAL,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    phi3.FAMILY,
+    smollm3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    cohere2.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+)
 
 
 def find_family(values: Mapping[str, Any]) -> Family:

@@ -34,6 +34,7 @@ class Family:
     names: Names
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     ignorable: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    prefix: str = ""
 
     def tensor_names(self, key: str, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """Checkpoint tensors of a role, in the order of its parts.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from enginebay.export.config import Config
 from enginebay.export.families.base import Names
-from enginebay.export.spec import Activation, Layer, ModelSpec, Norm, Rope, paged_group
+from enginebay.export.spec import Activation, Attention, Layer, Mlp, ModelSpec, Norm, Rope, paged_group
 
 LLAMA_NAMES: Names = {
     "embed": "model.embed_tokens",
@@ -47,8 +47,13 @@ def activation(config: Config, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def head_dim(config: Config, heads: int) -> int:
-    """`head_dim`, or hidden_size/heads where it is absent or null."""
+def head_dim(config: Config, heads: int, default: int | None = None) -> int:
+    """`head_dim`.
+
+    Where it is absent the family's default, or hidden_size/heads; where it is null, the latter.
+    """
+    if default is not None and not config.has_key("head_dim"):
+        return default
     hidden = config.count("hidden_size")
     if not config.has("head_dim") and hidden % heads:
         raise config.refusal(
@@ -57,26 +62,80 @@ def head_dim(config: Config, heads: int) -> int:
     return config.count("head_dim", hidden // heads)
 
 
+def attention(config: Config, size: int | None = None, **fields: Any) -> Attention:
+    """Grouped-query attention from the usual keys.
+
+    `size` is the head size, `fields` what else the family sets.
+    """
+    heads = config.count("num_attention_heads")
+    size = size or head_dim(config, heads)
+    usual: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": config.count("num_key_value_heads", heads),
+        "head_dim": size,
+        "scale": size**-0.5,
+    }
+    return Attention(type="attention", **{**usual, **fields})
+
+
+def gated_mlp(config: Config, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> Mlp:
+    """The usual gated MLP; `key` names the activation."""
+    return Mlp(
+        type="mlp",
+        intermediate=config.count("intermediate_size"),
+        activation=activation(config, key, default),
+        up_bias=bias,
+        down_bias=bias,
+    )
+
+
+def layer_kinds(config: Config, default: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it attends to a sliding window.
+
+    `layer_types`, or the family's rule by layer index.
+    """
+    count = config.count("num_hidden_layers")
+    if not config.has("layer_types"):
+        return [default(index) for index in range(count)]
+    names = config.items("layer_types")
+    known = {"full_attention": False, "sliding_attention": True}
+    if len(names) != count or any(name not in known for name in names):
+        raise config.refusal("layer_types", names, f"must be {count} of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def windows(config: Config, kinds: Sequence[bool], window: int | None) -> list[int]:
+    """The window of each layer (0: none) from its kind."""
+    if any(kinds) and window is None:
+        raise config.refusal("sliding_window", None, "layers with sliding attention need one")
+    return [window or 0 if sliding else 0 for sliding in kinds]
+
+
 def decoder(
     config: Config,
     layers: Sequence[Layer],
     final_norm: Norm,
-    positions: int,
-    ropes: Sequence[Rope],
+    ropes: Sequence[Rope] = (),
     *,
+    hidden: str = "hidden_size",
+    positions: int | None = None,
     tied: bool = False,
     **fields: Any,
 ) -> ModelSpec:
-    """A ModelSpec from its parts and the keys that every config has. `tied` is the family's default."""
-    extended = [
+    """A ModelSpec from its parts and the keys that every config has. `tied` is the family's default.
+
+    `positions`: max_position_embeddings where the family reads another key for it.
+    """
+    limits = [positions or config.count("max_position_embeddings")]
+    limits += [
         int(rope.original_positions * rope.factor) for rope in ropes if rope.kind in ("yarn", "dynamic")
     ]
     return ModelSpec(
         family=config.text("model_type"),
         architecture=str(config.items("architectures")[0]),
         vocab_size=config.count("vocab_size"),
-        hidden_size=config.count("hidden_size"),
-        max_positions=max([positions, *extended]),
+        hidden_size=config.count(hidden),
+        max_positions=max(limits),
         layers=tuple(layers),
         final_norm=final_norm,
         cache_groups=paged_group(tuple(layers)),

@@ -4,45 +4,20 @@ from __future__ import annotations
 
 from enginebay.export.config import Config
 from enginebay.export.families.base import Family
-from enginebay.export.families.common import LLAMA_NAMES, activation, decoder, head_dim
+from enginebay.export.families.common import LLAMA_NAMES, attention, decoder, gated_mlp
 from enginebay.export.rope import read_rope
-from enginebay.export.spec import Attention, Layer, Mlp, ModelSpec, Norm
+from enginebay.export.spec import Layer, ModelSpec, Norm
 
 
 def spec(config: Config) -> ModelSpec:
-    heads = config.count("num_attention_heads")
-    size = head_dim(config, heads)
-    attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    bias = config.flag("attention_bias", False)
     config.ignore("pretraining_tp")  # how the original training split its products; the sum is the same
+    attend = attention(config, qkv_bias=bias, out_bias=bias)
     norm = Norm("rms", config.number("rms_norm_eps", 1e-6))
-    layer = Layer(
-        attention=Attention(
-            type="attention",
-            num_heads=heads,
-            num_kv_heads=config.count("num_key_value_heads", heads),
-            head_dim=size,
-            scale=size**-0.5,
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
-        ),
-        mlp=Mlp(
-            type="mlp",
-            intermediate=config.count("intermediate_size"),
-            activation=activation(config, "hidden_act", "silu"),
-            up_bias=mlp_bias,
-            down_bias=mlp_bias,
-        ),
-        pre_attention_norm=norm,
-        pre_mlp_norm=norm,
-    )
-    positions = config.count("max_position_embeddings", 2048)
-    return decoder(
-        config,
-        [layer] * config.count("num_hidden_layers"),
-        norm,
-        positions,
-        [read_rope(config, size, positions)],
-    )
+    mlp = gated_mlp(config, bias=config.flag("mlp_bias", False))
+    layer = Layer(attend, mlp, pre_attention_norm=norm, pre_mlp_norm=norm)
+    layers = [layer] * config.count("num_hidden_layers")
+    return decoder(config, layers, norm, [read_rope(config, attend.head_dim)])
 
 
 FAMILY = Family("llama", "LlamaForCausalLM", spec, LLAMA_NAMES)

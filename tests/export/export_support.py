@@ -205,7 +205,7 @@ def check_against_oracle(
     vocab = report.spec.vocab_size
     sequences = [rng.integers(0, vocab, length).tolist() for length in lengths]
     shared = sequences[0][: 2 * BLOCK_SIZE + 1]
-    sequences.append(shared + rng.integers(0, vocab, 7).tolist())
+    sequences.append(shared + rng.integers(0, vocab, 20).tolist())
     results = ragged_logits(runner, report.spec, sequences)
     for tokens, result in zip(sequences, results, strict=True):
         expected = oracle_logits(model, tokens)

@@ -151,7 +151,7 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(name: str, s
         values[style] = {**parameters, "rope_theta": 5e4}
     else:
         values[style] = parameters
-    rope = read_rope(Config(values), 16, 128)
+    rope = read_rope(Config(values), 16)
     oracle = LlamaConfig(**{**LLAMA, "rope_parameters": {**parameters, "rope_theta": 5e4}})
     if name == "default":
         expected, factor = 5e4 ** -(np.arange(0, 16, 2) / 16), 1.0
@@ -165,7 +165,9 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(name: str, s
 
 def test_yarn_factors_reported_as_wrong_elsewhere() -> None:
     def factor(name: str) -> float:
-        return read_rope(Config({"rope_parameters": {**ROPES[name]}}), 16, 128).attention_factor
+        return read_rope(
+            Config({"rope_parameters": ROPES[name], "max_position_embeddings": 128}), 16
+        ).attention_factor
 
     assert factor("yarn") == pytest.approx(1.1386, abs=1e-4)
     assert factor("yarn_mscale") == 1.0
@@ -173,7 +175,7 @@ def test_yarn_factors_reported_as_wrong_elsewhere() -> None:
 
 
 def test_a_rope_that_switches_has_its_short_rows_first() -> None:
-    rope = read_rope(Config({"rope_parameters": ROPES["longrope"]}), 16, 48)
+    rope = read_rope(Config({"rope_parameters": ROPES["longrope"], "max_position_embeddings": 48}), 16)
     cos = np.concatenate([cos for cos, _ in rope_tables(rope, 48)])
     assert cos.shape == (table_rows(rope, 48), 8) == (80, 8)
     short, long = frequencies(rope, 32), frequencies(rope, 33)
