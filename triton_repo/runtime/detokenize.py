@@ -75,8 +75,8 @@ class WindowStream:
         self._context = 0  # length of the text of the window's first token, which was sent
 
     def push(self, token: int) -> str:
-        if token in self._special:
-            return ""  # decoding leaves it out before anything else, so that it does not even end a run
+        if token in self._special or self._tokenizer.id_to_token(token) is None:
+            return ""  # decoding leaves these out before anything else, so that they do not even end a run
         self._window.append(token)
         if token in self._byte_tokens:
             return ""
