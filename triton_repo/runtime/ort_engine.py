@@ -181,7 +181,7 @@ def machine_facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFa
 
 
 def _parse_format(key: str) -> tuple[str, int, bool]:
-    """Kind, block size (0: none, or a row) and symmetry out of a format key such as f16, i8 or i4.b32.asym."""
+    """Kind, block size (0: none, or a row) and symmetry out of a key such as f16, i8 or i4.b32.asym."""
     kind, *rest = key.split(".")
     block = next((int(part[1:]) for part in rest if part[:1] == "b" and part[1:].isdigit()), 0)
     return kind, block, "asym" not in rest
