@@ -212,7 +212,7 @@ def _session(graph: Path, library: Path, options: EngineOptions) -> ort.Inferenc
     settings.inter_op_num_threads = 1
     settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     settings.enable_mem_pattern = False  # shapes change from step to step; patterns would be kept for each
-    settings.log_severity_level = 3
+    settings.log_severity_level = 4  # errors arrive as exceptions
     settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
     settings.register_custom_ops_library(str(library))
     try:

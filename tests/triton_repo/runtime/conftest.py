@@ -1,0 +1,27 @@
+"""Engines that are built once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_engine import build_tiny, export_tiny
+
+EngineFolder = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
+    """engine_folder("int4") or engine_folder("fp32", "bfloat16"): an engine of the tiny model."""
+    root = tmp_path_factory.mktemp("tiny")
+    exported = export_tiny(root)
+    built: dict[tuple[str, str | None], Path] = {}
+
+    def folder(quant: str, cache: str | None = None) -> Path:
+        key = (quant, cache)
+        if key not in built:
+            built[key] = build_tiny(exported, root / f"{quant}-{cache}", quant, cache)
+        return built[key]
+
+    return folder
