@@ -89,6 +89,9 @@ class _AttentionArgs(ctypes.Structure):
         ("tokens", c_int64),
         ("sequences", c_int64),
         *((name, c_void_p) for name in _ATTENTION_POINTERS),
+        ("cache_scales", c_void_p),
+        ("tree_mask", c_void_p),
+        ("tree_words", c_int32),
     )
 
 

@@ -2,18 +2,16 @@
 #ifndef ENGINEBAY_ATTENTION_KERNEL_H
 #define ENGINEBAY_ATTENTION_KERNEL_H
 
-#include <cmath>
+#include <type_traits>
 
 #include "attention.h"
+#include "attention_micro.h"
 #include "simd_common.h"
 
 namespace enginebay {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-
-inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
-inline int larger(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
 
 // Running softmax sums of some rows: weights are relative to e^maximum.
 struct Sums {
@@ -107,7 +105,6 @@ class TileAttention {
 
  private:
   static constexpr int kVectors = kTile / V::kWidth;
-  static constexpr int kGroupRows = 4;        // rows that share a load of keys or values
   static constexpr int kRowsToTranspose = 8;  // from here on transposed keys pay
 
   // Row r is head r % group of token r / group.
@@ -144,6 +141,8 @@ class TileAttention {
     locate(start, first, count);
     const bool transposed = rows_ >= kRowsToTranspose;
     if (transposed) transpose_keys(first, count);
+    const bool converted = transposed && !std::is_same_v<T, float>;
+    if (converted) convert_values(first, count);
     for (int row = 0; row < rows_; row += kGroupRows) {
       const int rows = smaller(rows_ - row, kGroupRows);
       const int from = larger(first_visible_of(row) - start, 0);
@@ -153,7 +152,7 @@ class TileAttention {
       for (int r = row; r < row + rows; ++r) {
         weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
       }
-      accumulate(row, rows, from, to);
+      accumulate(row, rows, from, to, converted);
     }
   }
 
@@ -170,10 +169,20 @@ class TileAttention {
       for (int i = 0; i < run; ++i, ++j, row += shape_.token_stride) {
         key_rows_[j] = row;
         value_rows_[j] = row + shape_.value_offset;
+        if (rows_ < kRowsToTranspose) prefetch(row);
       }
     }
     for (int j = 0; j < first; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
     for (int j = count; j < kTile; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
+  }
+
+  // Few rows are bound by memory, and heads lie apart: ask for the whole tile before the first product.
+  void prefetch(const T* row) const {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int d = 0; d < dim_; d += kLine) {
+      __builtin_prefetch(row + d);
+      __builtin_prefetch(row + shape_.value_offset + d);
+    }
   }
 
   // keys_[d][j], zeros from dim_ to padded_.
@@ -191,61 +200,31 @@ class TileAttention {
     }
   }
 
-  // weights_[row][j] = q . k of vectors that overlap [from, to). Both ways add in one order: along d in
-  // steps of the width, then over the lanes by halves.
+  // Values of a narrow cache, once for all rows of the tile.
+  void convert_values(int first, int count) {
+    for (int j = first; j < count; ++j) {
+      float* row = values_ + int64_t{j} * padded_;
+      for (int d = 0; d < dim_; d += V::kWidth)
+        V::store(row + d, load_first<V>(value_rows_[j] + d, dim_ - d));
+      float_rows_[j] = row;
+    }
+  }
+
+  // weights_[row][j] = q . k of the vectors of positions that overlap [from, to).
   void score(int row, int rows, int from, int to, bool transposed) {
-    const int first = from / V::kWidth, last = (to + V::kWidth - 1) / V::kWidth;
-    if (!transposed) {
-      for (int r = row; r < row + rows; ++r) {
-        for (int v = first; v < last; ++v) score_straight(r, v * V::kWidth);
-      }
-      return;
-    }
-    const float* q[kGroupRows];
-    for (int r = 0; r < kGroupRows; ++r) q[r] = query(row + smaller(r, rows - 1));
-    for (int v = first; v < last; ++v) {
-      const Quad sums = lane_sums<1>(q, keys_ + v * V::kWidth, 0);
-      for (int r = 0; r < rows; ++r)
-        V::store(weights_ + int64_t{row + r} * kTile + v * V::kWidth, sums.row[r]);
-    }
-  }
-
-  void score_straight(int row, int j) {
     constexpr int W = V::kWidth;
-    const float* q = query(row);
-    typename V::F sums[W];
-    for (int i = 0; i < W; ++i) sums[i] = V::zero();
-    int d = 0;
-    for (; d + W <= dim_; d += W) {
-      const auto x = V::load(q + d);
-      for (int i = 0; i < W; ++i) sums[i] = V::fma(x, V::load(key_rows_[j + i] + d), sums[i]);
-    }
-    if (d < dim_) {
-      const auto x = V::load(q + d);
-      for (int i = 0; i < W; ++i) sums[i] = V::fma(x, load_first<V>(key_rows_[j + i] + d, dim_ - d), sums[i]);
-    }
-    V::store(weights_ + int64_t{row} * kTile + j, V::sum_each(sums));
-  }
-
-  struct Quad {
-    typename V::F row[kGroupRows];
-  };
-  template <int kStride>
-  __attribute__((always_inline)) Quad lane_sums(const float* const (&q)[kGroupRows], const float* keys,
-                                                int lane) const {
-    if constexpr (kStride == V::kWidth) {
-      Quad sums;
-      for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::zero();
-      for (int d = lane; d < padded_; d += V::kWidth) {
-        const auto k = V::load(keys + int64_t{d} * kTile);
-        for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::fma(V::set1(q[r][d]), k, sums.row[r]);
+    const float* queries[kGroupRows];
+    for (int r = 0; r < kGroupRows; ++r) queries[r] = query(row + smaller(r, rows - 1));
+    for (int j = from / W * W; j < to; j += W) {
+      float* weights = weights_ + int64_t{row} * kTile + j;
+      if (transposed) {
+        const Quad<V> scores = score_transposed<V>(queries, keys_ + j, padded_);
+        for (int r = 0; r < rows; ++r) V::store(weights + int64_t{r} * kTile, scores.row[r]);
+      } else {
+        for (int r = 0; r < rows; ++r) {
+          V::store(weights + int64_t{r} * kTile, score_straight<V>(queries[r], key_rows_ + j, dim_));
+        }
       }
-      return sums;
-    } else {
-      Quad sums = lane_sums<2 * kStride>(q, keys, lane);
-      const Quad others = lane_sums<2 * kStride>(q, keys, lane + kStride);
-      for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::add(sums.row[r], others.row[r]);
-      return sums;
     }
   }
 
@@ -283,53 +262,20 @@ class TileAttention {
     part_.maximum[row] = maximum;
   }
 
-  void accumulate(int row, int rows, int from, int to) {
-    switch (rows) {
-      case 1:
-        return accumulate_rows<1>(row, from, to);
-      case 2:
-        return accumulate_rows<2>(row, from, to);
-      case 3:
-        return accumulate_rows<3>(row, from, to);
-      default:
-        return accumulate_rows<4>(row, from, to);
-    }
-  }
-  template <int kRows>
-  void accumulate_rows(int row, int from, int to) {
-    constexpr int W = V::kWidth;
-    int d = 0;
-    for (; d + V::kColumns * W <= dim_; d += V::kColumns * W)
-      accumulate_columns<kRows, V::kColumns>(row, from, to, d);
-    for (; d < dim_; d += W) accumulate_columns<kRows, 1>(row, from, to, d);
-  }
-  template <int kRows, int kCols>
-  void accumulate_columns(int row, int from, int to, int d) {
-    constexpr int W = V::kWidth;
-    typename V::F sums[kRows][kCols];
-    float* out = part_.values + int64_t{row} * padded_ + d;
-    const float* weights = weights_ + int64_t{row} * kTile;
-    for (int r = 0; r < kRows; ++r) {
-      const auto factor = V::set1(factor_[row + r]);
-      for (int c = 0; c < kCols; ++c)
-        sums[r][c] = V::mul(factor, V::load(out + int64_t{r} * padded_ + c * W));
-    }
-    const bool whole = d + kCols * W <= dim_;
-    for (int j = from; j < to; ++j) {
-      typename V::F value[kCols];
-      const T* values = value_rows_[j] + d;
-      if (whole) {
-        for (int c = 0; c < kCols; ++c) value[c] = V::load(values + c * W);
-      } else {
-        value[0] = load_first<V>(values, dim_ - d);
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const auto weight = V::set1(weights[int64_t{r} * kTile + j]);
-        for (int c = 0; c < kCols; ++c) sums[r][c] = V::fma(weight, value[c], sums[r][c]);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kCols; ++c) V::store(out + int64_t{r} * padded_ + c * W, sums[r][c]);
+  // part += weights . values; what a row does not see has weight 0.
+  void accumulate(int row, int rows, int from, int to, bool converted) {
+    const Accumulation work{part_.values + int64_t{row} * padded_,
+                            weights_ + int64_t{row} * kTile,
+                            factor_ + row,
+                            rows,
+                            dim_,
+                            padded_,
+                            from,
+                            to};
+    if (converted) {
+      accumulate_rows<V>(work, float_rows_);
+    } else {
+      accumulate_rows<V>(work, value_rows_);
     }
   }
 
@@ -362,6 +308,7 @@ class TileAttention {
   Sums part_, total_;
   const T* key_rows_[kTile];
   const T* value_rows_[kTile];
+  const float* float_rows_[kTile];  // rows of values_
 };
 
 }  // namespace

@@ -1,0 +1,231 @@
+"""PagedAttention inside ONNX Runtime beside torch's scaled_dot_product_attention and ORT's GroupQueryAttention.
+
+    python benchmarks/cpu_attention.py [--threads 2] [--heads 9 --kv-heads 3 --head-dim 64] [--json]
+
+Every case is timed in one process, turn by turn, and the best of `--repeats` turns counts; only the ratios mean
+anything on a shared machine. The peers attend over contiguous fp32 caches and do neither RoPE nor (sdpa) the cache
+write; ours does both. GFLOP/s counts 4*D per query, head and visible position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from enginebay.plugins.load import library_path
+
+BLOCK = 16
+TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+ONNX_TYPES = {
+    "float32": onnx.TensorProto.FLOAT,
+    "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+    "int32": onnx.TensorProto.INT32,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `past` cached tokens that bring `new` tokens each."""
+
+    batch: int
+    past: int
+    new: int
+
+
+CASES = (
+    Case(1, 127, 1),
+    Case(1, 1023, 1),
+    Case(1, 8191, 1),
+    Case(16, 127, 1),
+    Case(16, 1023, 1),
+    Case(1, 0, 128),
+    Case(1, 0, 512),
+    Case(1, 0, 2048),
+    Case(1, 1536, 512),
+)
+
+
+def session(
+    nodes: list[Any], inputs: dict[str, Any], outputs: dict[str, int], threads: int
+) -> ort.InferenceSession:
+    values = [
+        onnx.helper.make_tensor_value_info(n, ONNX_TYPES[a.dtype.name], [f"{n}{i}" for i in range(a.ndim)])
+        for n, a in inputs.items()
+    ]
+    results = [onnx.helper.make_tensor_value_info(n, t, None) for n, t in outputs.items()]
+    graph = onnx.helper.make_graph(nodes, "g", values, results)
+    opsets = [onnx.helper.make_opsetid(d, v) for d, v in (("", 21), ("enginebay", 1), ("com.microsoft", 1))]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(str(library_path()))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def ours(case: Case, shape: tuple[int, int, int], cache_type: str, threads: int) -> Callable[[], None]:
+    heads, kv_heads, dim = shape
+    rng = np.random.default_rng(0)
+    total = case.past + case.new
+    width = -(-total // BLOCK)
+    table = rng.permutation(case.batch * width).reshape(case.batch, width).astype(np.int32)
+    where = np.arange(case.past, total)
+    slots = table[:, where // BLOCK] * BLOCK + where % BLOCK
+    angles = rng.uniform(0, 6, (total, dim // 2))
+    inputs = {
+        "qkv": rng.normal(size=(case.batch * case.new, (heads + 2 * kv_heads) * dim)).astype(np.float32),
+        "cache": rng.normal(size=(case.batch * width, 2, BLOCK, kv_heads, dim)).astype(TYPES[cache_type]),
+        "query_start": (np.arange(case.batch + 1) * case.new).astype(np.int32),
+        "kv_len": np.full(case.batch, total, np.int32),
+        "block_table": table,
+        "slot_mapping": slots.reshape(-1).astype(np.int32),
+        "position_ids": np.tile(where, case.batch).astype(np.int32),
+        "rope_cos": np.cos(angles).astype(np.float32),
+        "rope_sin": np.sin(angles).astype(np.float32),
+    }
+    node = onnx.helper.make_node(
+        "PagedAttention",
+        list(inputs),
+        ["attention", "cache_out"],
+        domain="enginebay",
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=dim**-0.5,
+    )
+    outputs = {"attention": onnx.TensorProto.FLOAT, "cache_out": ONNX_TYPES[cache_type]}
+    run = session([node], inputs, outputs, threads)
+    binding = run.io_binding()
+    cache = inputs.pop("cache")
+    if cache_type == "bfloat16":
+        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(cache, ONNX_TYPES[cache_type])
+    else:
+        value = ort.OrtValue.ortvalue_from_numpy(cache)
+    out = ort.OrtValue.ortvalue_from_shape_and_type([case.batch * case.new, heads * dim], np.float32, "cpu")
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+    binding.bind_ortvalue_input("cache", value)
+    binding.bind_ortvalue_output("attention", out)
+    binding.bind_ortvalue_output("cache_out", value)
+    keep = (inputs, cache)
+    return lambda: (run.run_with_iobinding(binding), keep)[0]
+
+
+def sdpa(case: Case, shape: tuple[int, int, int], threads: int) -> Callable[[], None]:
+    import torch  # noqa: PLC0415 (a peer, not a need)
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
+    torch.set_num_threads(threads)
+    heads, kv_heads, dim = shape
+    q = torch.randn(case.batch, heads, case.new, dim)
+    k, v = (torch.randn(case.batch, kv_heads, case.past + case.new, dim) for _ in range(2))
+    mask: Any = {}
+    if case.new > 1 and case.past == 0:
+        mask = {"is_causal": True}
+    elif case.new > 1:
+        mask = {"attn_mask": causal_lower_right(case.new, case.past + case.new)}
+        mask = {"attn_mask": torch.ones(case.new, case.past + case.new).tril(case.past).bool()}
+
+    def run() -> None:
+        with torch.inference_mode():
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask)
+
+    return run
+
+
+def group_query(case: Case, shape: tuple[int, int, int], threads: int) -> Callable[[], None]:
+    heads, kv_heads, dim = shape
+    rng = np.random.default_rng(0)
+    total = case.past + case.new
+    past = rng.normal(size=(case.batch, kv_heads, total, dim)).astype(np.float32)
+    inputs = {
+        "qkv": rng.normal(size=(case.batch, case.new, (heads + 2 * kv_heads) * dim)).astype(np.float32),
+        "past_k": past,
+        "past_v": past.copy(),
+        "lengths": np.full(case.batch, total - 1, np.int32),
+        "total": np.array([total], np.int32),
+    }
+    node = onnx.helper.make_node(
+        "GroupQueryAttention",
+        ["qkv", "", "", "past_k", "past_v", "lengths", "total"],
+        ["y", "k", "v"],
+        domain="com.microsoft",
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+    )
+    outputs = dict.fromkeys(("y", "k", "v"), onnx.TensorProto.FLOAT)
+    run = session([node], inputs, outputs, threads)
+    binding = run.io_binding()
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    out = ort.OrtValue.ortvalue_from_shape_and_type([case.batch, case.new, heads * dim], np.float32, "cpu")
+    binding.bind_ortvalue_output("y", out)
+    binding.bind_ortvalue_output("k", values["past_k"])
+    binding.bind_ortvalue_output("v", values["past_v"])
+    keep = inputs
+    return lambda: (run.run_with_iobinding(binding), keep)[0]
+
+
+def best(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Seconds of the best turn of each; turns alternate."""
+    seconds = dict.fromkeys(runs, float("inf"))
+    for _ in range(repeats):
+        for name, run in runs.items():
+            run()
+            start = time.perf_counter()
+            run()
+            once = time.perf_counter() - start
+            count = max(1, min(50, int(0.02 / once)))
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            seconds[name] = min(seconds[name], (time.perf_counter() - start) / count)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--cache", choices=TYPES, default="float32")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    shape = (options.heads, options.kv_heads, options.head_dim)
+    rows = []
+    for case in CASES:
+        runs = {
+            "ours": ours(case, shape, options.cache, options.threads),
+            "sdpa": sdpa(case, shape, options.threads),
+            "gqa": group_query(case, shape, options.threads),
+        }
+        seconds = best(runs, options.repeats)
+        pairs = case.batch * (case.new * case.past + case.new * (case.new + 1) // 2)
+        flops = 4.0 * options.head_dim * options.heads * pairs
+        row = {"batch": case.batch, "past": case.past, "new": case.new}
+        row |= {f"{name}_us": round(value * 1e6, 1) for name, value in seconds.items()}
+        row |= {"gflops": round(flops / seconds["ours"] / 1e9, 1)}
+        row |= {f"over_{name}": round(seconds[name] / seconds["ours"], 2) for name in ("sdpa", "gqa")}
+        rows.append(row)
+        if not options.json:
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

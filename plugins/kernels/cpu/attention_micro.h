@@ -1,0 +1,136 @@
+// The inner loops of PagedAttention: q . k and weights . v over a tile of positions.
+//
+// Both ways to score add in one order: along d in steps of the vector's width, then over its lanes by halves.
+// So a row's scores are the same bits whether it came alone (straight) or with others (transposed keys).
+#ifndef ENGINEBAY_ATTENTION_MICRO_H
+#define ENGINEBAY_ATTENTION_MICRO_H
+
+#include "attention.h"
+#include "simd_common.h"
+
+namespace enginebay {
+namespace {
+
+constexpr int kGroupRows = 4;  // rows that share a load of keys or values
+
+inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+inline int larger(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
+
+// One query against kWidth rows of keys.
+template <class V, class T>
+inline typename V::F score_straight(const float* query, const T* const* key_rows, int dim) {
+  constexpr int W = V::kWidth;
+  typename V::F sums[W];
+  for (int i = 0; i < W; ++i) sums[i] = V::zero();
+  int d = 0;
+  for (; d + W <= dim; d += W) {
+    const auto x = V::load(query + d);
+    for (int i = 0; i < W; ++i) sums[i] = V::fma(x, V::load(key_rows[i] + d), sums[i]);
+  }
+  if (d < dim) {
+    const auto x = V::load(query + d);
+    for (int i = 0; i < W; ++i) sums[i] = V::fma(x, load_first<V>(key_rows[i] + d, dim - d), sums[i]);
+  }
+  return V::sum_each(sums);
+}
+
+template <class V>
+struct Quad {
+  typename V::F row[kGroupRows];
+};
+
+// Sums over every kStride-th lane from `lane` on, keys transposed: keys[d][position].
+template <class V, int kStride>
+__attribute__((always_inline)) inline Quad<V> lane_sums(const float* const (&queries)[kGroupRows],
+                                                        const float* keys, int padded_dim, int lane) {
+  Quad<V> sums;
+  if constexpr (kStride == V::kWidth) {
+    for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::zero();
+    for (int d = lane; d < padded_dim; d += V::kWidth) {
+      const auto k = V::load(keys + int64_t{d} * kTile);
+      for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::fma(V::set1(queries[r][d]), k, sums.row[r]);
+    }
+  } else {
+    sums = lane_sums<V, 2 * kStride>(queries, keys, padded_dim, lane);
+    const Quad<V> others = lane_sums<V, 2 * kStride>(queries, keys, padded_dim, lane + kStride);
+    for (int r = 0; r < kGroupRows; ++r) sums.row[r] = V::add(sums.row[r], others.row[r]);
+  }
+  return sums;
+}
+
+// Four queries against kWidth positions.
+template <class V>
+inline Quad<V> score_transposed(const float* const (&queries)[kGroupRows], const float* keys,
+                                int padded_dim) {
+  return lane_sums<V, 1>(queries, keys, padded_dim, 0);
+}
+
+// sums[r] = sums[r] * factors[r] + weights[r][from..to) . values[from..to), for 1 to kGroupRows rows.
+struct Accumulation {
+  float* sums;           // [rows, padded_dim]
+  const float* weights;  // [rows, kTile]
+  const float* factors;  // [rows]
+  int rows, dim, padded_dim, from, to;
+};
+
+// Columns d to d + kCols vectors; kPartial: the row ends within the only one.
+template <class V, class T, int kRows, int kCols, bool kPartial>
+inline void accumulate_columns(const Accumulation& work, const T* const* value_rows, int d) {
+  constexpr int W = V::kWidth;
+  typename V::F sums[kRows][kCols];
+  float* const out = work.sums + d;
+  const float* const weights = work.weights;
+  const int dim = work.dim, to = work.to;
+  for (int r = 0; r < kRows; ++r) {
+    const auto factor = V::set1(work.factors[r]);
+    for (int c = 0; c < kCols; ++c) {
+      sums[r][c] = V::mul(factor, V::load(out + int64_t{r} * work.padded_dim + c * W));
+    }
+  }
+  for (int j = work.from; j < to; ++j) {
+    typename V::F value[kCols];
+    const T* values = value_rows[j] + d;
+    for (int c = 0; c < kCols; ++c) {
+      value[c] = kPartial ? load_first<V>(values, dim - d) : V::load(values + c * W);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const auto weight = V::set1(weights[r * kTile + j]);
+      for (int c = 0; c < kCols; ++c) sums[r][c] = V::fma(weight, value[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kCols; ++c) V::store(out + int64_t{r} * work.padded_dim + c * W, sums[r][c]);
+  }
+}
+
+template <class V, class T, int kRows>
+inline void accumulate_some(const Accumulation& work, const T* const* value_rows) {
+  constexpr int kStep = V::kColumns * V::kWidth;
+  int d = 0;
+  for (; d + kStep <= work.dim; d += kStep) {
+    accumulate_columns<V, T, kRows, V::kColumns, false>(work, value_rows, d);
+  }
+  for (; d + V::kWidth <= work.dim; d += V::kWidth) {
+    accumulate_columns<V, T, kRows, 1, false>(work, value_rows, d);
+  }
+  if (d < work.dim) accumulate_columns<V, T, kRows, 1, true>(work, value_rows, d);
+}
+
+template <class V, class T>
+inline void accumulate_rows(const Accumulation& work, const T* const* value_rows) {
+  static_assert(kGroupRows == 4);
+  switch (work.rows) {
+    case 1:
+      return accumulate_some<V, T, 1>(work, value_rows);
+    case 2:
+      return accumulate_some<V, T, 2>(work, value_rows);
+    case 3:
+      return accumulate_some<V, T, 3>(work, value_rows);
+    default:
+      return accumulate_some<V, T, 4>(work, value_rows);
+  }
+}
+
+}  // namespace
+}  // namespace enginebay
+#endif
