@@ -39,11 +39,24 @@ class Emitter:
         """One standard ONNX node with one output, called `name`."""
         return self._add(name, op_type, inputs, attributes, [name])[0]
 
+    def transpose(self, name: str, value: ir.Value, order: Sequence[int]) -> ir.Value:
+        return self._add(name, "Transpose", [value], {"perm": list(order)}, [name])[0]
+
+    def outputs(
+        self,
+        name: str,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        count: int,
+        **attributes: int | float | str,
+    ) -> list[ir.Value]:
+        """One standard ONNX node with `count` outputs."""
+        return self._add(name, op_type, inputs, attributes, [f"{name}.{index}" for index in range(count)])
+
     def split(self, name: str, value: ir.Value, sizes: Sequence[int]) -> list[ir.Value]:
         """`value` cut along its last axis into pieces of `sizes`."""
         lengths = self.constant(np.asarray(sizes, np.int64))
-        outputs = [f"{name}.{index}" for index in range(len(sizes))]
-        return self._add(name, "Split", [value, lengths], {"axis": -1}, outputs)
+        return self.outputs(name, "Split", [value, lengths], len(sizes), axis=-1)
 
     def custom(
         self,

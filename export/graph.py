@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
-from enginebay.export import blocks
+from enginebay.export.attention import StepValues
+from enginebay.export.blocks import decoder_layer
 from enginebay.export.emitter import Emitter
+from enginebay.export.nodes import norm
 from enginebay.export.spec import CacheGroup, ModelSpec
 from enginebay.export.weights import Initializer
 
@@ -18,7 +21,7 @@ def build_graph(spec: ModelSpec, weights: Mapping[str, Initializer]) -> ir.Model
     Computes in float32; T, B, W, R, blocks and block_size are symbolic.
     """
     emit = Emitter(weights)
-    step = blocks.StepValues(
+    step = StepValues(
         input_ids=_input("input_ids", "T"),
         position_ids=_input("position_ids", "T"),
         query_start=_input("query_start", "B+1"),
@@ -40,7 +43,7 @@ def build_graph(spec: ModelSpec, weights: Mapping[str, Initializer]) -> ir.Model
     hidden = _embed(emit, spec, step)
     cache_outputs = []
     for index, cache in enumerate(caches):
-        hidden, cache_out = blocks.decoder_layer(emit, spec, index, hidden, step=step, cache=cache)
+        hidden, cache_out = decoder_layer(emit, spec, index, hidden, step=step, cache=cache)
         cache_outputs.append(cache_out)
     logits = _head(emit, spec, hidden, step)
     return emit.model(
@@ -54,14 +57,14 @@ def build_graph(spec: ModelSpec, weights: Mapping[str, Initializer]) -> ir.Model
     )
 
 
-def _embed(emit: Emitter, spec: ModelSpec, step: blocks.StepValues) -> ir.Value:
+def _embed(emit: Emitter, spec: ModelSpec, step: StepValues) -> ir.Value:
     hidden = _rows(emit, "embed", step.input_ids)
     if spec.embedding_scale != 1.0:
         hidden = emit.op("embed.scaled", "Mul", [hidden, emit.scalar(spec.embedding_scale)])
     if spec.learned_positions:
         positions = step.position_ids
         if spec.position_offset:
-            offset = emit.constant(blocks.int32(spec.position_offset))
+            offset = emit.constant(np.asarray(spec.position_offset, np.int32))
             positions = emit.op("positions.index", "Add", [positions, offset])
         hidden = emit.op("embed.positioned", "Add", [hidden, _rows(emit, "positions", positions)])
     return hidden
@@ -76,9 +79,9 @@ def _rows(emit: Emitter, role: str, ids: ir.Value) -> ir.Value:
     return emit.op(f"{role}.float", "Cast", [rows], to=int(ir.DataType.FLOAT))
 
 
-def _head(emit: Emitter, spec: ModelSpec, hidden: ir.Value, step: blocks.StepValues) -> ir.Value:
+def _head(emit: Emitter, spec: ModelSpec, hidden: ir.Value, step: StepValues) -> ir.Value:
     hidden = emit.op("logits_rows", "Gather", [hidden, step.logits_index], axis=0)
-    hidden = blocks.norm(emit, "final_norm", spec.final_norm, hidden)
+    hidden = norm(emit, "final_norm", spec.final_norm, hidden)
     weight = "embed" if spec.tied_embeddings else "lm_head"
     inputs = [hidden, emit.weight32(f"{weight}.weight")]
     if spec.lm_head_bias:

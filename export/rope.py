@@ -109,12 +109,14 @@ def _yarn_attention_factor(table: Config, factor: float) -> float:
         return table.number("attention_factor")
     table.ignore("attention_factor")
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
     if mscale and mscale_all_dim:
-        return magnitude(float(mscale)) / magnitude(float(mscale_all_dim))
-    return magnitude(1.0)
+        return magnitude(factor, float(mscale)) / magnitude(factor, float(mscale_all_dim))
+    return magnitude(factor, 1.0)
+
+
+def magnitude(factor: float, weight: float) -> float:
+    """YaRN's correction of attention for sequences stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _longrope_attention_factor(table: Config, factor: float, original: int) -> float:

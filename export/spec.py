@@ -126,10 +126,9 @@ class Moe:
 
     Routing, in fp32: scores = softmax or sigmoid of the router's logits; `correction_bias` is added for the
     choice only; with `groups` > 1 only the best `top_groups` groups compete (a group's worth: its best
-    score, or the sum of its two best with `group_score` `top2`); the top_k scores, divided by their sum
-    where `normalise`, times `scale`, weigh the experts. `topk_softmax`: softmax over the chosen logits.
-    `swiglu_limit` > 0: gate is clamped from above and up on both sides, then
-    (up+1)·gate·sigmoid(swiglu_alpha·gate).
+    score, or with a correction bias the sum of its two best); the top_k scores, divided by their sum where
+    `normalise`, times `scale`, weigh the experts. `softmax_topk`: softmax over the chosen logits. `clamp` >
+    0: gate is clamped from above and up on both sides, then (up+1)·gate·sigmoid(clamp_alpha·gate).
     """
 
     type: Literal["moe"]
@@ -137,17 +136,16 @@ class Moe:
     top_k: int
     intermediate: int
     activation: Activation
-    routing: Literal["softmax", "sigmoid", "topk_softmax"]
+    routing: Literal["softmax", "sigmoid", "softmax_topk"]
     normalise: bool
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
     correction_bias: bool = False
     router_bias: bool = False
     expert_bias: bool = False
-    swiglu_limit: float = 0.0
-    swiglu_alpha: float = 1.702
+    clamp: float = 0.0
+    clamp_alpha: float = 1.702
     shared: Mlp | None = None
     shared_gate: bool = False
 

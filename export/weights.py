@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from enginebay.export import layouts
 from enginebay.export.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo
 from enginebay.export.errors import CheckpointError
 from enginebay.export.families.base import Family
+from enginebay.export.layouts import LAYOUTS
 from enginebay.export.pieces import FileRange, Piece, read_range
 from enginebay.export.roles import Role, required
 from enginebay.export.rope import rope_pieces, table_rows
@@ -27,7 +27,6 @@ from enginebay.export.spec import ModelSpec
 ALIGNMENT = 4096
 _COPY_BYTES = 64 << 20
 _BUFFER_BYTES = 4 << 20
-_FLOATS = ("F32", "F16", "BF16")
 
 Progress = Callable[[int, int], None]
 
@@ -89,7 +88,7 @@ def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> Wei
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors that its config requires: {_some(missing)}"
         )
-    ignored = _account_for_extras(family, checkpoint, consumed)
+    ignored = _account_for_extras(spec, family, checkpoint, consumed)
     for index, rope in enumerate(spec.ropes):
         rows, pairs = table_rows(rope, spec.max_positions), rope.rotary_dim // 2
         for part, piece in zip(("cos", "sin"), rope_pieces(rope, spec.max_positions), strict=True):
@@ -173,48 +172,38 @@ def _names(family: Family, role: Role) -> tuple[str, ...]:
         per_expert = [family.tensor_names(role.key, role.layer, expert) for expert in range(role.experts)]
     except KeyError as error:
         raise AssertionError(f"family {family.architecture} names no tensor for {role.key}") from error
-    stacked = per_expert[0] == per_expert[-1] and role.experts > 1
+    stacked = per_expert[0] == per_expert[-1]
     return per_expert[0] if stacked else tuple(name for names in per_expert for name in names)
 
 
 def _initializer(role: Role, family: Family, sources: Sequence[TensorInfo]) -> Initializer:
+    layout = LAYOUTS[family.layout(role.key)]
+    for index, (source, shape) in enumerate(zip(sources, layout.shapes(role, len(sources)), strict=True)):
+        allowed = layout.dtypes[min(index, len(layout.dtypes) - 1)]
+        if source.dtype not in allowed:
+            raise CheckpointError(
+                f"'{source.name}' is {source.dtype}; it must be one of {', '.join(allowed)}"
+            )
+        if source.shape != shape:
+            raise CheckpointError(
+                f"'{source.name}' has shape {list(source.shape)}, the config calls for {list(shape)}"
+            )
     dtypes = {source.dtype for source in sources}
     if len(dtypes) > 1:
         raise CheckpointError(
             f"'{sources[0].name}' and '{sources[-1].name}' become one weight but are "
             f"{' and '.join(sorted(dtypes))}"
         )
-    dtype = sources[0].dtype
-    if dtype not in _FLOATS:
-        raise CheckpointError(f"'{sources[0].name}' is {dtype}; weights must be one of {', '.join(_FLOATS)}")
-    layout = family.layout(role.key)
-    for source, shape in zip(sources, _expected(role, len(sources), layout), strict=True):
-        if source.shape != shape:
-            raise CheckpointError(
-                f"'{source.name}' has shape {list(source.shape)}, the config calls for {list(shape)}"
-            )
-    laid = layouts.LAYOUTS[layout](role, sources)
-    return Initializer(sources[0].name, laid.dtype or dtype, role.shape, laid.pieces)
+    laid = layout.lay(role, sources)
+    return Initializer(sources[0].name, laid.dtype, role.shape, laid.pieces)
 
 
-def _expected(role: Role, count: int, layout: str) -> list[tuple[int, ...]]:
-    """Shapes of the checkpoint's tensors.
-
-    One per part, one for all parts, one per part and expert, or one stacked.
-    """
-    if role.experts and count == 1:
-        shapes = [role.shape]
-    elif role.experts:
-        per_expert = count // role.experts
-        shapes = list(role.parts if per_expert == len(role.parts) else (role.fused,)) * role.experts
-    else:
-        shapes = list(role.parts if count == len(role.parts) else (role.fused,))
-    return [tuple(reversed(shape)) for shape in shapes] if layout == "transposed" else shapes
-
-
-def _account_for_extras(family: Family, checkpoint: Checkpoint, consumed: set[str]) -> tuple[str, ...]:
+def _account_for_extras(
+    spec: ModelSpec, family: Family, checkpoint: Checkpoint, consumed: set[str]
+) -> tuple[str, ...]:
     extras = sorted(set(checkpoint.tensors) - consumed)
-    ignored = tuple(name for name in extras if any(re.search(pattern, name) for pattern in family.ignorable))
+    patterns = [pattern.replace("{layers}", str(spec.num_layers)) for pattern in family.ignorable]
+    ignored = tuple(name for name in extras if any(re.search(pattern, name) for pattern in patterns))
     unknown = [name for name in extras if name not in ignored]
     if unknown:
         raise CheckpointError(

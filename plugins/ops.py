@@ -168,6 +168,8 @@ _ROUTING = (
     Attribute("top_groups", 0, "groups a token may use"),
     Attribute("routed_scale", 1.0, "factor on the weights after renormalisation"),
     Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),
+    Attribute("clamp", 0.0, "c > 0: gate is at most c, up within -c..c, and (up + 1)*gate*sigmoid(alpha*gate)"),
+    Attribute("clamp_alpha", 1.702, "alpha of a clamped gate"),
 )
 
 
@@ -208,12 +210,47 @@ QUANT_MOE = Op(
     attributes=(*_ROUTING, *(a for a in _PACKED if a.name not in ("in_features", "out_features"))),
 )
 
+LATENT_ATTENTION = Op(
+    name="LatentAttention",
+    version=1,
+    doc="Multi-head latent attention (DeepSeek-V2): RoPE on the last R of every query head and of the new latent, "
+    "write of the latent, then every head attends to the latents; values are their first C elements.",
+    canonical=True,
+    inputs=(
+        Param("query", FLOATS, ("T", "Hq*(C+R)")),
+        Param("latent", FLOATS, ("T", "C+R")),
+        Param("cache", FLOATS, ("blocks", "block_size", "C+R")),
+        Param("query_start", ("int32",), ("B+1",)),
+        Param("kv_len", ("int32",), ("B",)),
+        Param("block_table", ("int32",), ("B", "W")),
+        Param("slot_mapping", ("int32",), ("T",)),
+        Param("position_ids", ("int32",), ("T",)),
+        Param("rope_cos", ("float32",), ("P", "R/2")),
+        Param("rope_sin", ("float32",), ("P", "R/2")),
+    ),
+    outputs=(
+        Param("attention", FLOATS, ("T", "Hq*C")),
+        Param("cache_out", FLOATS, ("blocks", "block_size", "C+R")),
+    ),
+    attributes=(
+        Attribute("num_heads", None, "Hq"),
+        Attribute("latent_dim", None, "C"),
+        Attribute("rope_dim", None, "R"),
+        Attribute("scale", None, "factor on q.k"),
+        Attribute("rope_interleaved", 0, "1: pairs (2i, 2i+1); 0: pairs (i, i+R/2)"),
+    ),
+    aliases=(("cache_out", "cache"),),
+)
+
+# Canonical ops that no library runs as they are.
+EXPORTED: tuple[Op, ...] = (MOE, LATENT_ATTENTION)
+
 OPS: tuple[Op, ...] = (PAGED_ATTENTION, QUANT_LINEAR, EMBEDDING, ADD_RMS_NORM, GATED_ACTIVATION)
 
 
 def op(name: str) -> Op:
     """The op called `name`; KeyError naming what exists otherwise."""
-    for candidate in OPS:
+    for candidate in (*OPS, *EXPORTED):
         if candidate.name == name:
             return candidate
     raise KeyError(f"no EngineBay op '{name}'; the table holds {[o.name for o in OPS]}")

@@ -9,15 +9,19 @@ from enginebay.export.config import Config
 from enginebay.export.errors import UnsupportedModelError
 from enginebay.export.families import (
     cohere2,
+    deepseek,
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen,
+    qwen_moe,
     smollm3,
 )
 from enginebay.export.families.base import Family
@@ -38,6 +42,13 @@ FAMILIES: tuple[Family, ...] = (
     cohere2.FAMILY,
     gpt2.FAMILY,
     gpt_neox.FAMILY,
+    mixtral.FAMILY,
+    qwen_moe.QWEN2_MOE,
+    qwen_moe.QWEN3_MOE,
+    gpt_oss.FAMILY,
+    gpt_oss.MXFP4,
+    deepseek.V2,
+    deepseek.V3,
 )
 
 
@@ -52,7 +63,9 @@ def find_family(values: Mapping[str, Any]) -> Family:
             f"config.json: 'architectures' is {architectures!r}: must name exactly one"
         )
     architecture = architectures[0]
-    for family in FAMILIES:
+    quantised = values.get("quantization_config")
+    quantization = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+    for family in sorted(FAMILIES, key=lambda family: family.quantization != quantization):
         if family.architecture == architecture:
             if values.get("model_type") != family.model_type:
                 raise UnsupportedModelError(
@@ -60,7 +73,7 @@ def find_family(values: Mapping[str, Any]) -> Family:
                     f"it says {values.get('model_type')!r}"
                 )
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
+    known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
     reason = "" if str(architecture).endswith("ForCausalLM") else " It is not a causal language model."
     raise UnsupportedModelError(
         f"config.json: architecture {architecture!r} is not supported.{reason} Supported: {known}"

@@ -9,11 +9,22 @@ from typing import Literal
 from enginebay.export.config import Config
 from enginebay.export.spec import ModelSpec
 
-# How a weight lies in the checkpoint when it is not simply rows [out, in]:
-#   transposed    [in, out], as GPT-2's Conv1D
-#   plus_one      the norm multiplies by 1 + weight; stored as fp32 1 + weight
-#   head_qkv      rows are [head, (q, k, v), head_dim]
-Layout = Literal["rows", "transposed", "plus_one", "head_qkv"]
+# How a weight lies in the checkpoint (enginebay.export.layouts) when it is not simply rows [out, in]:
+#   plus_one                the norm multiplies by 1 + weight; stored as fp32 1 + weight
+#   transposed              [in, out], as GPT-2's Conv1D; for experts [expert, in, out]
+#   head_qkv                rows are [head, (q, k, v), head_dim]
+#   alternating             rows of gate and up alternate; with `transposed_`, columns do
+#   mxfp4                   two tensors: FP4 values in blocks of 32, and the blocks' exponents
+LayoutName = Literal[
+    "rows",
+    "plus_one",
+    "transposed",
+    "head_qkv",
+    "alternating",
+    "transposed_alternating",
+    "mxfp4",
+    "mxfp4_alternating",
+]
 
 Names = Mapping[str, str | tuple[str, ...]]
 
@@ -32,9 +43,10 @@ class Family:
     architecture: str
     spec: Callable[[Config], ModelSpec]
     names: Names
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, LayoutName] = field(default_factory=dict)
     ignorable: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     prefix: str = ""
+    quantization: str = ""
 
     def tensor_names(self, key: str, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """Checkpoint tensors of a role, in the order of its parts.
@@ -46,5 +58,5 @@ class Family:
         templates = (entry,) if isinstance(entry, str) else entry
         return tuple(template.format(layer=layer, expert=expert) + suffix for template in templates)
 
-    def layout(self, key: str) -> Layout:
+    def layout(self, key: str) -> LayoutName:
         return self.layouts.get(key, self.layouts.get(key.rpartition(".")[0], "rows"))

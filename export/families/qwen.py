@@ -17,12 +17,18 @@ from enginebay.export.rope import read_rope
 from enginebay.export.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm
 
 
+def window_in_use(config: Config) -> int | None:
+    """`sliding_window`, which counts only where `use_sliding_window` says so."""
+    if not config.flag("use_sliding_window", False):
+        config.ignore("sliding_window")
+        return None
+    return config.nullable("sliding_window", 4096)
+
+
 def qwen_windows(config: Config) -> list[int]:
     """Layers from `max_window_layers` on have a window, if `use_sliding_window` says so."""
-    window = config.nullable("sliding_window", 4096)
+    window = window_in_use(config)
     first = config.integer("max_window_layers", 28)
-    if not config.flag("use_sliding_window", False):
-        window = None
     return windows(config, layer_kinds(config, lambda index: window is not None and index >= first), window)
 
 

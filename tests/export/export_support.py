@@ -48,6 +48,9 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
             parameter.copy_(parameter + 0.3 * noise)
         else:
             parameter.copy_(0.5 + 0.5 * noise)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.copy_(0.5 * torch.randn(buffer.shape))
     return model
 
 
@@ -129,13 +132,97 @@ class PagedAttention(OpRun):
         return paged_attention(*arrays[:7], optional, attributes)
 
 
+class LatentAttention(OpRun):
+    op_domain = "enginebay"
+
+    def _run(self, *arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray, np.ndarray]:
+        """As one key/value head whose values are its keys' first elements."""
+        query, latent, cache, *rest, cos, sin = arrays
+        rope, rank = attributes["rope_dim"], attributes["latent_dim"]
+        width, heads = rank + rope, attributes["num_heads"]
+
+        def turned_first(array: np.ndarray) -> np.ndarray:
+            return np.roll(array.reshape(*array.shape[:-1], -1, width), rope, axis=-1).reshape(array.shape)
+
+        keys = turned_first(latent)
+        qkv = np.concatenate([turned_first(query), keys, keys], axis=-1)
+        both = np.stack([turned_first(cache)] * 2, axis=1)[:, :, :, None]
+        attributes |= {"num_kv_heads": 1, "head_dim": width, "window": 0, "softcap": 0.0}
+        out, both = paged_attention(qkv, both, *rest, {"rope_cos": cos, "rope_sin": sin}, attributes)
+        stored = np.roll(both[:, 0, :, 0], -rope, axis=-1)
+        return out.reshape(-1, heads, width)[..., rope:].reshape(-1, heads * rank), stored
+
+
+class MoE(OpRun):
+    op_domain = "enginebay"
+
+    def _run(
+        self,
+        x: np.ndarray,
+        logits: np.ndarray,
+        gate_up: np.ndarray,
+        down: np.ndarray,
+        *biases: Any,
+        **attributes: Any,
+    ) -> tuple[np.ndarray]:
+        correction, gate_up_bias, down_bias = (*biases, None, None, None)[:3]
+        out = np.zeros(x.shape, np.float64)
+        for token, row in enumerate(logits.astype(np.float64)):
+            for expert, weight in routed(row, correction, attributes):
+                both = gate_up[expert].astype(np.float64) @ x[token]
+                both += 0 if gate_up_bias is None else gate_up_bias[expert]
+                gate, up = np.split(both, 2)
+                if attributes["clamp"]:
+                    gate, up = (
+                        np.minimum(gate, attributes["clamp"]),
+                        np.clip(up, -attributes["clamp"], attributes["clamp"]),
+                    )
+                    inner = (up + 1) * gate / (1 + np.exp(-attributes["clamp_alpha"] * gate))
+                else:
+                    assert attributes["activation"] == "silu"
+                    inner = gate / (1 + np.exp(-gate)) * up
+                out[token] += weight * (
+                    down[expert] @ inner + (0 if down_bias is None else down_bias[expert])
+                )
+        return (out.astype(np.float32),)
+
+
+def routed(
+    row: np.ndarray, correction: np.ndarray | None, attributes: dict[str, Any]
+) -> list[tuple[int, float]]:
+    """The experts of one token with their weights, from its router logits."""
+    if attributes["scoring"] == "sigmoid":
+        scores = 1 / (1 + np.exp(-row))
+    elif attributes["scoring"] == "softmax":
+        scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+    else:
+        scores = row
+    ranked = scores + (0 if correction is None else correction)
+    groups = attributes["num_groups"]
+    if groups:
+        by_group = ranked.reshape(groups, -1)
+        best = np.sort(by_group, axis=1)[:, ::-1]
+        worth = best[:, 0] if correction is None else best[:, :2].sum(axis=1)
+        for group in np.argsort(-worth, kind="stable")[attributes["top_groups"] :]:
+            by_group[group] = -np.inf
+    chosen = np.argsort(-ranked, kind="stable")[: attributes["top_k"]]
+    weights = scores[chosen]
+    if attributes["scoring"] == "softmax_topk":
+        weights = np.exp(weights - weights.max()) / np.exp(weights - weights.max()).sum()
+    if attributes["renormalize"]:
+        weights = weights / weights.sum()
+    return list(zip(chosen.tolist(), (weights * attributes["routed_scale"]).tolist(), strict=True))
+
+
 class ReferenceRunner:
     """Runs a canonical graph with ONNX's own evaluator: no runtime of ours, no kernel."""
 
     def __init__(self, exported: Path) -> None:
         self.spec = ModelSpec.from_json((exported / "spec.json").read_text())
         self.limits = TinyLimits(self.spec.vocab_size, self.spec.max_positions)
-        self._evaluator = ReferenceEvaluator(onnx.load(exported / "model.onnx"), new_ops=[PagedAttention])
+        self._evaluator = ReferenceEvaluator(
+            onnx.load(exported / "model.onnx"), new_ops=[PagedAttention, LatentAttention, MoE]
+        )
         group = self.spec.cache_groups[0]
         self._caches = {
             f"cache.{layer}": np.full((NUM_BLOCKS, *group.block_shape(BLOCK_SIZE)), np.nan, np.float32)
@@ -190,12 +277,16 @@ def ragged_logits(runner: Any, spec: ModelSpec, sequences: list[list[int]]) -> l
 
 
 def check_against_oracle(
-    folder: Path, lengths: tuple[int, ...], seed: int = 0, tolerance: float = 1e-4
+    folder: Path,
+    lengths: tuple[int, ...],
+    seed: int = 0,
+    tolerance: float = 1e-4,
+    reference: Path | None = None,
 ) -> ExportReport:
     """Exports the HF folder and compares ragged steps with transformers at every position, then greedy
     choices."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        reference or folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     exported = folder.parent / f"{folder.name}.exported"
     report = export_model(folder, exported)

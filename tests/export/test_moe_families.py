@@ -1,0 +1,179 @@
+"""Every mixture-of-experts family, and latent attention, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from export_support import check_against_oracle, make_model, save
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from enginebay.export.errors import UnsupportedModelError
+from enginebay.export.exporter import export_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 103,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN = {"moe_intermediate_size": 20, "num_experts": 7, "num_experts_per_tok": 3}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+}
+
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "mixtral": (hf.MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral_window": (
+        hf.MixtralConfig,
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9, "head_dim": 12},
+    ),
+    "qwen2_moe": (hf.Qwen2MoeConfig, {**QWEN, "shared_expert_intermediate_size": 28}),
+    "qwen2_moe_renormalised": (
+        hf.Qwen2MoeConfig,
+        {
+            **QWEN,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": (hf.Qwen3MoeConfig, {**QWEN, "head_dim": 10, "mlp_only_layers": [1]}),
+    "qwen3_moe_renormalised": (
+        hf.Qwen3MoeConfig,
+        {**QWEN, "head_dim": 8, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "gpt_oss": (
+        hf.GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 10,
+            "sliding_window": 8,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
+        },
+    ),
+    "deepseek_v2": (
+        hf.DeepseekV2Config,
+        {**LATENT, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.3},
+    ),
+    "deepseek_v2_groups": (
+        hf.DeepseekV2Config,
+        {
+            **LATENT,
+            "q_lora_rank": 14,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "routed_scaling_factor": 3.0,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v3": (
+        hf.DeepseekV3Config,
+        {**LATENT, "q_lora_rank": 14, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "deepseek_v3_halves": (
+        hf.DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 14,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ragged_steps_match_transformers(name: str, tmp_path: Path) -> None:
+    kind, changes = MODELS[name]
+    folder = save(make_model(kind(**{**SMALL, **changes})), tmp_path / "model")
+    check_against_oracle(folder, (29, 41, 9, 17))
+
+
+def test_mxfp4_experts_become_the_bfloat16_they_stand_for(tmp_path: Path) -> None:
+    changes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
+    model = make_model(
+        hf.GptOssConfig(**{**SMALL, **changes, "head_dim": 8, "num_hidden_layers": 2, "layer_types": None})
+    )
+    packed: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = parameter.shape
+            packed[f"{name}_blocks"] = torch.randint(
+                0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8
+            )
+            packed[f"{name}_scales"] = torch.randint(
+                122, 126, (experts, rows, columns // 32), dtype=torch.uint8
+            )
+            values = convert_moe_packed_tensors(
+                packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32
+            )
+            parameter.data.copy_(values)
+    oracle = save(model, tmp_path / "oracle", torch.bfloat16)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = load_file(oracle / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if f"{name}_blocks" not in packed}
+    save_file({**kept, **packed}, folder / "model.safetensors")
+    config = json.loads((oracle / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = check_against_oracle(folder, (29, 17), reference=oracle)
+    assert {weight.dtype for weight in report.tensors if "blocks" in weight.name} == {"BF16"}
+
+
+def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save(
+        make_model(hf.MixtralConfig(**{**SMALL, "num_local_experts": 2, "num_hidden_layers": 1})),
+        tmp_path / "m",
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"'quantization_config': .*awq"):
+        export_model(folder, tmp_path / "out")
+
+
+def test_prediction_heads_beyond_the_last_layer_are_reported(tmp_path: Path) -> None:
+    kind, changes = MODELS["deepseek_v3"]
+    folder = save(make_model(kind(**{**SMALL, **changes})), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    extra = "model.layers.3.eh_proj.weight"
+    save_file({**tensors, extra: torch.ones(4, 4)}, folder / "model.safetensors")
+    assert export_model(folder, tmp_path / "out").ignored == (extra,)
