@@ -41,7 +41,7 @@ class StepRunner(Protocol):
     def limits(self) -> Limits: ...
 
     def run(self, inputs: Any, /) -> NDArray[np.float32]:
-        """Logits [R, vocab] of the rows in `logits_index`."""
+        """Logits [R, vocab] of the rows in `logits_index`, valid until the next call."""
         ...
 
 
@@ -98,7 +98,7 @@ class Stepper:
 
         Logits [count, vocab] of every one of them.
         """
-        logits = self._runner.run(self.arrays(work))
+        logits = self._runner.run(self.arrays(work)).copy()
         for stream, count in work:
             stream.computed += count
         bounds = np.cumsum([count for _, count in work])[:-1]
