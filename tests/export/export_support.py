@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.export.exporter import ExportReport, export_model
 from enginebay.export.spec import ModelSpec
 from enginebay.export.stepping import Step, Stepper, Stream
+from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 96
@@ -235,6 +238,13 @@ class ReferenceRunner:
         return logits
 
 
+def engine_runner(exported: Path) -> OrtEngine:
+    """The fp32 engine of the exported model: its lowered graph on the CPU kernels."""
+    engine = exported.parent / f"{exported.name}.engine"
+    build_engine(exported, engine, BuildConfig(quant="fp32", block_size=BLOCK_SIZE, max_step_tokens=512))
+    return OrtEngine(engine, EngineOptions(num_blocks=NUM_BLOCKS, threads=1))
+
+
 def step_feeds(inputs: Step) -> dict[str, np.ndarray]:
     names = {"block_table": "block_table.0", "slot_mapping": "slot_mapping.0"}
     return {names.get(name, name): value for name, value in vars(inputs).items()}
@@ -282,6 +292,7 @@ def check_against_oracle(
     seed: int = 0,
     tolerance: float = 1e-4,
     reference: Path | None = None,
+    make_runner: Callable[[Path], Any] = engine_runner,
 ) -> ExportReport:
     """Exports the HF folder and compares ragged steps with transformers at every position, then greedy
     choices."""
@@ -291,7 +302,7 @@ def check_against_oracle(
     exported = folder.parent / f"{folder.name}.exported"
     report = export_model(folder, exported)
     onnx.checker.check_model(exported / "model.onnx", full_check=True)
-    runner = ReferenceRunner(exported)
+    runner = make_runner(exported)
     rng = np.random.default_rng(seed)
     vocab = report.spec.vocab_size
     sequences = [rng.integers(0, vocab, length).tolist() for length in lengths]

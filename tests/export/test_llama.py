@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_support import check_against_oracle, make_model, save
+from export_support import ReferenceRunner, check_against_oracle, make_model, save
 from transformers import LlamaConfig
 
 BASE = {
@@ -46,6 +46,11 @@ def test_ragged_steps_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = save(model, tmp_path / "model")
     report = check_against_oracle(folder, (29, 41, 9, 17))
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_canonical_graph_alone_matches_transformers(tmp_path: Path) -> None:
+    folder = save(make_model(LlamaConfig(**BASE)), tmp_path / "model")
+    check_against_oracle(folder, (29, 17), make_runner=ReferenceRunner)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
