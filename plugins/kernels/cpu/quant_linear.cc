@@ -81,12 +81,15 @@ Grid make_grid(const QuantLinearLayout& layout, const Tiles& tiles, unsigned thr
   return grid;
 }
 
+// One product: what every task needs.
 struct Run {
   const QuantLinearLayout& layout;
   const Tiles& tiles;
   const Grid& grid;
   TileKernel kernel;
-  const uint8_t* x;  // prepared tiles
+  TileKernel f32;      // for weights after `widen`
+  WidenWeights widen;  // NULL: weights are multiplied as they are stored
+  const uint8_t* x;    // prepared tiles
   const uint8_t* packed;
   const float* bias;
   float* y;
@@ -94,27 +97,76 @@ struct Run {
   void operator()(size_t task) const {
     const int64_t group = static_cast<int64_t>(task) / grid.tile_groups;
     const int64_t run = static_cast<int64_t>(task) % grid.tile_groups;
-    const int64_t panel = group * grid.panels, column = panel * kPanel;
-    TileTask part{};
-    part.layout = &layout;
-    part.panels = packed + static_cast<size_t>(panel) * layout.panel_bytes;
-    part.panel_count = std::min(grid.panels, layout.panels - panel);
-    part.columns = layout.out_features - column;
-    part.y_stride = layout.out_features;
-    part.bias = bias == nullptr ? nullptr : bias + column;
-    const int64_t chunk = layout.integer ? layout.in_features : kChunk;
-    const int64_t last = std::min((run + 1) * grid.tiles, tiles.count);
-    for (part.k_begin = 0; part.k_begin < layout.in_features; part.k_begin = part.k_end) {
-      part.k_end = std::min(part.k_begin + chunk, layout.in_features);
-      for (int64_t tile = run * grid.tiles; tile < last; ++tile) {
-        part.rows = tiles.height(tile);
-        part.x = x + static_cast<size_t>(tile) * tiles.bytes;
-        part.y = y + tiles.begin(tile) * layout.out_features + column;
-        kernel(part);
+    const int64_t panel = group * grid.panels, panel_end = std::min(panel + grid.panels, layout.panels);
+    const int64_t tile = run * grid.tiles, tile_end = std::min(tile + grid.tiles, tiles.count);
+    if (layout.integer) return run_tiles(kernel, part_of(panel, panel_end), 0, tile, tile_end);
+    for (int64_t k = 0; k < layout.in_features; k += kChunk) {
+      if (widen != nullptr && tile_end - tile >= kWidenTiles) {
+        run_widened(k, panel, panel_end, tile, tile_end);
+      } else {
+        run_tiles(kernel, chunk_of(part_of(panel, panel_end), k), k, tile, tile_end);
       }
     }
   }
+
+ private:
+  static constexpr int64_t kWidenTiles = 8;  // fewer repay neither the stores nor the loads of wide weights
+
+  TileTask part_of(int64_t panel, int64_t panel_end) const {
+    const int64_t column = panel * kPanel;
+    TileTask part{};
+    part.layout = &layout;
+    part.panels = packed + static_cast<size_t>(panel) * layout.panel_bytes;
+    part.panel_stride = layout.panel_bytes;
+    part.panel_count = panel_end - panel;
+    part.columns = layout.out_features - column;
+    part.y = y + column;
+    part.y_stride = layout.out_features;
+    part.bias = bias == nullptr ? nullptr : bias + column;
+    return part;
+  }
+
+  // The part's chunk of K that begins at k.
+  TileTask chunk_of(TileTask part, int64_t k) const {
+    part.panels += static_cast<size_t>(k * kPanel) * weight_bytes(layout);
+    part.depth = std::min(kChunk, layout.in_features - k);
+    part.first = k == 0;
+    part.last = k + part.depth == layout.in_features;
+    return part;
+  }
+
+  void run_tiles(TileKernel multiply, const TileTask& part, int64_t k, int64_t tile, int64_t tile_end) const {
+    for (; tile < tile_end; ++tile) {
+      TileTask task = part;
+      task.rows = tiles.height(tile);
+      task.x =
+          x + static_cast<size_t>(tile) * tiles.bytes + static_cast<size_t>(k * task.rows) * sizeof(float);
+      task.y += tiles.begin(tile) * layout.out_features;
+      multiply(task);
+    }
+  }
+
+  void run_widened(int64_t k, int64_t panel, int64_t panel_end, int64_t tile, int64_t tile_end) const {
+    constexpr int64_t kPanels = 6;  // at a time: 192 KiB, a multiple of what a kernel takes
+    alignas(kAlignment) float wide[kPanels * kChunk * kPanel];
+    for (int64_t p = panel; p < panel_end; p += kPanels) {
+      TileTask part = chunk_of(part_of(p, std::min(p + kPanels, panel_end)), k);
+      const int64_t weights = part.depth * kPanel;
+      for (int64_t i = 0; i < part.panel_count; ++i) {
+        widen(part.panels + static_cast<size_t>(i) * part.panel_stride, weights, wide + i * weights);
+      }
+      part.panels = reinterpret_cast<const uint8_t*>(wide);
+      part.panel_stride = static_cast<size_t>(weights) * sizeof(float);
+      run_tiles(f32, part, k, tile, tile_end);
+    }
+  }
 };
+
+WidenWeights choose_widen(const QuantLinearKernels& kernels, const QuantLinearLayout& layout) {
+  return layout.format == EB_F16    ? kernels.widen_f16
+         : layout.format == EB_BF16 ? kernels.widen_bf16
+                                    : nullptr;
+}
 
 eb_status check_rows(const eb_context* context, int64_t rows) {
   if (rows >= 0) return EB_OK;
@@ -174,18 +226,23 @@ extern "C" eb_status eb_quant_linear_run(const eb_context* context, const eb_qua
   const Tiles tiles(layout, rows);
   uint8_t* prepared = static_cast<uint8_t*>(workspace);
   const PrepareRows prepare = layout.integer ? kernels->prepare_integer : kernels->prepare_float;
-  const auto prepare_tile = [&](size_t tile) {
-    const int64_t index = static_cast<int64_t>(tile);
-    prepare(layout, static_cast<const float*>(x) + tiles.begin(index) * layout.in_features,
-            tiles.height(index), prepared + tile * tiles.bytes);
-  };
-  parallel_for(context, static_cast<size_t>(tiles.count), prepare_tile);
+  constexpr int64_t kPrepareAtOnce = 16384;  // values of x, some 5 us
+  const int64_t tile_values = tiles.height(0) * layout.in_features;
+  const int64_t step = std::max<int64_t>(kPrepareAtOnce / tile_values, 1);  // tiles of a task
+  parallel_for(context, static_cast<size_t>((tiles.count + step - 1) / step), [&](size_t task) {
+    const int64_t begin = static_cast<int64_t>(task) * step, end = std::min(begin + step, tiles.count);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      prepare(layout, static_cast<const float*>(x) + tiles.begin(tile) * layout.in_features,
+              tiles.height(tile), prepared + static_cast<size_t>(tile) * tiles.bytes);
+    }
+  });
 
   const Grid grid = make_grid(layout, tiles, thread_count(context));
-  const Run run{layout,   tiles,
-                grid,     choose_tile(*kernels, layout),
-                prepared, static_cast<const uint8_t*>(packed),
-                bias,     static_cast<float*>(y)};
+  const Run run{layout,       tiles,
+                grid,         choose_tile(*kernels, layout),
+                kernels->f32, choose_widen(*kernels, layout),
+                prepared,     static_cast<const uint8_t*>(packed),
+                bias,         static_cast<float*>(y)};
   parallel_for(context, static_cast<size_t>(grid.panel_groups * grid.tile_groups), run);
   return EB_OK;
 }

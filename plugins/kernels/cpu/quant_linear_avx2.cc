@@ -34,11 +34,11 @@ inline __m256 load_floats(const uint8_t* values) {
 template <int R, Weights W>
 inline void float_rows(const TileTask& task, int row, const uint8_t* panel, int64_t column) {
   constexpr size_t kLane = W == Weights::kF32 ? 4 : 2;
-  const uint8_t* values = panel + static_cast<size_t>(task.k_begin) * kPanel * kLane;
-  const float* x = reinterpret_cast<const float*>(task.x) + task.k_begin * task.rows + row;
+  const uint8_t* values = panel;
+  const float* x = reinterpret_cast<const float*>(task.x) + row;
   __m256 acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-  for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+  for (int64_t k = 0; k < task.depth; ++k) {
     const __m256 left = load_floats<W>(values), right = load_floats<W>(values + 8 * kLane);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -49,15 +49,15 @@ inline void float_rows(const TileTask& task, int row, const uint8_t* panel, int6
     values += kPanel * kLane;
     x += task.rows;
   }
-  const bool last = task.k_end == task.layout->in_features;
   for (int half = 0; half < 2; ++half) {
     const int64_t first = column + 8 * half;
     const __m256i mask = column_mask(task.columns - first);
     for (int r = 0; r < R; ++r) {
       float* out = task.y + (row + r) * task.y_stride + first;
       __m256 y = acc[r][half];
-      if (task.k_begin > 0) y = _mm256_add_ps(_mm256_maskload_ps(out, mask), y);
-      if (last && task.bias != nullptr) y = _mm256_add_ps(y, _mm256_maskload_ps(task.bias + first, mask));
+      if (!task.first) y = _mm256_add_ps(_mm256_maskload_ps(out, mask), y);
+      if (task.last && task.bias != nullptr)
+        y = _mm256_add_ps(y, _mm256_maskload_ps(task.bias + first, mask));
       _mm256_maskstore_ps(out, mask, y);
     }
   }
@@ -156,7 +156,7 @@ inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, in
 template <int R, Weights W>
 void some_rows(const TileTask& task, int row) {
   for (int64_t p = 0; p < task.panel_count; ++p) {
-    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.layout->panel_bytes;
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
     if constexpr (W == Weights::kF32 || W == Weights::kF16 || W == Weights::kBf16) {
       float_rows<R, W>(task, row, panel, p * kPanel);
     } else {
@@ -173,6 +173,11 @@ void tile(const TileTask& task) {
     const int rows = task.rows - row < kRows ? task.rows - row : kRows;
     kByRows[rows - 1](task, row);
   }
+}
+
+template <Weights W>
+void widen(const uint8_t* weights, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(out + i, load_floats<W>(weights + 2 * i));
 }
 
 void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
@@ -227,8 +232,9 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
 }  // namespace
 
 const QuantLinearKernels kQuantLinearAvx2 = {
-    prepare_float_baseline, prepare_integer,    tile<Weights::kF32>, tile<Weights::kF16>,
-    tile<Weights::kBf16>,   tile<Weights::kI8>, tile<Weights::kI4>,  tile<Weights::kI4Minimum>,
+    prepare_float_baseline, prepare_integer,       tile<Weights::kF32>, tile<Weights::kF16>,
+    tile<Weights::kBf16>,   tile<Weights::kI8>,    tile<Weights::kI4>,  tile<Weights::kI4Minimum>,
+    widen<Weights::kF16>,   widen<Weights::kBf16>,
 };
 
 }  // namespace enginebay

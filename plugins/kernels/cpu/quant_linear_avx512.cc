@@ -22,9 +22,9 @@ inline __m512 load_weights(const uint8_t* values) {
 // R rows times the P panels from `panel` on, along the task's chunk of K.
 template <int R, int P, Weights W>
 inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t column) {
-  const size_t stride = task.layout->panel_bytes;
-  const uint8_t* values = panel + static_cast<size_t>(task.k_begin) * kRowBytes<W>;
-  const float* x = reinterpret_cast<const float*>(task.x) + task.k_begin * R;
+  const size_t stride = task.panel_stride;
+  const uint8_t* values = panel;
+  const float* x = reinterpret_cast<const float*>(task.x);
   __m512 acc[R][P];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -32,7 +32,7 @@ inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t col
     for (int p = 0; p < P; ++p) acc[r][p] = _mm512_setzero_ps();
   }
 #pragma GCC unroll 4
-  for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+  for (int64_t k = 0; k < task.depth; ++k) {
     __m512 w[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) w[p] = load_weights<W>(values + p * stride);
@@ -45,7 +45,6 @@ inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t col
     values += kRowBytes<W>;
     x += R;
   }
-  const bool last = task.k_end == task.layout->in_features;
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
     const int64_t first = column + p * kPanel;
@@ -54,8 +53,9 @@ inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t col
     for (int r = 0; r < R; ++r) {
       float* out = task.y + r * task.y_stride + first;
       __m512 y = acc[r][p];
-      if (task.k_begin > 0) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), y);
-      if (last && task.bias != nullptr) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, task.bias + first));
+      if (!task.first) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), y);
+      if (task.last && task.bias != nullptr)
+        y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, task.bias + first));
       _mm512_mask_storeu_ps(out, mask, y);
     }
   }
@@ -64,7 +64,7 @@ inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t col
 template <int R, Weights W>
 void float_tile(const TileTask& task) {
   constexpr int kPanels = R == 1 ? 4 : R <= 6 ? 3 : 2;  // at least four chains, at most 18 accumulators
-  const size_t stride = task.layout->panel_bytes;
+  const size_t stride = task.panel_stride;
   int64_t p = 0;
   for (; p + kPanels <= task.panel_count; p += kPanels) {
     float_panels<R, kPanels, W>(task, task.panels + static_cast<size_t>(p) * stride, p * kPanel);
@@ -83,11 +83,23 @@ void float_tile_of(const TileTask& task) {
   kByRows[task.rows - 1](task);
 }
 
+template <Weights W>
+void widen(const uint8_t* weights, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(out + i, load_weights<W>(weights + 2 * i));
+}
+
 }  // namespace
 
 void tile_f32_avx512(const TileTask& task) { float_tile_of<Weights::kF32>(task); }
 void tile_f16_avx512(const TileTask& task) { float_tile_of<Weights::kF16>(task); }
 void tile_bf16_avx512(const TileTask& task) { float_tile_of<Weights::kBf16>(task); }
+
+void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out) {
+  widen<Weights::kF16>(weights, count, out);
+}
+void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out) {
+  widen<Weights::kBf16>(weights, count, out);
+}
 
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
   const int block = layout.block, vectors = block / 16;

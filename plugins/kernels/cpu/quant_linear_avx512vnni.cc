@@ -39,7 +39,7 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
   constexpr bool kApart = W != Weights::kI8 && R * P <= 4;
   // Many rows per weight leave the hardware prefetcher too far behind; with few it does better alone.
   constexpr bool kPrefetch = R >= 4;
-  const size_t stride = layout.panel_bytes;
+  const size_t stride = task.panel_stride;
   const uint8_t* scales = panel + kAlignment;
   const uint8_t* values = panel + layout.values_offset;
   const uint8_t* x = task.x;
@@ -142,12 +142,10 @@ void integer_tile(const TileTask& task) {
   constexpr int kPanels = R == 1 ? 4 : R <= 6 ? 2 : 1;
   int64_t p = 0;
   for (; p + kPanels <= task.panel_count; p += kPanels) {
-    integer_panels<R, kPanels, W>(task, task.panels + static_cast<size_t>(p) * task.layout->panel_bytes,
-                                  p * kPanel);
+    integer_panels<R, kPanels, W>(task, task.panels + static_cast<size_t>(p) * task.panel_stride, p * kPanel);
   }
   for (; p < task.panel_count; ++p) {
-    integer_panels<R, 1, W>(task, task.panels + static_cast<size_t>(p) * task.layout->panel_bytes,
-                            p * kPanel);
+    integer_panels<R, 1, W>(task, task.panels + static_cast<size_t>(p) * task.panel_stride, p * kPanel);
   }
 }
 
@@ -171,6 +169,8 @@ const QuantLinearKernels kQuantLinearAvx512Vnni = {
     integer_tile_of<Weights::kI8>,
     integer_tile_of<Weights::kI4>,
     integer_tile_of<Weights::kI4Minimum>,
+    widen_f16_avx512,
+    widen_bf16_avx512,
 };
 
 }  // namespace enginebay

@@ -54,11 +54,10 @@ int columns_of(const TileTask& task, int64_t panel) {
 
 template <class Format>
 void float_tile(const TileTask& task) {
-  const bool last = task.k_end == task.layout->in_features;
   for (int64_t p = 0; p < task.panel_count; ++p) {
-    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.layout->panel_bytes;
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
     float acc[kTileRows][kPanel] = {};
-    for (int64_t k = task.k_begin; k < task.k_end; ++k) {
+    for (int64_t k = 0; k < task.depth; ++k) {
       float w[kPanel];
       for (int c = 0; c < kPanel; ++c) {
         w[c] = Format::load(panel + static_cast<size_t>(k * kPanel + c) * Format::kBytes);
@@ -71,8 +70,8 @@ void float_tile(const TileTask& task) {
     for (int r = 0; r < task.rows; ++r) {
       float* y = task.y + r * task.y_stride + p * kPanel;
       for (int c = 0; c < columns_of(task, p); ++c) {
-        const float sum = task.k_begin > 0 ? y[c] + acc[r][c] : acc[r][c];
-        y[c] = last && task.bias != nullptr ? sum + task.bias[p * kPanel + c] : sum;
+        const float sum = task.first ? acc[r][c] : y[c] + acc[r][c];
+        y[c] = task.last && task.bias != nullptr ? sum + task.bias[p * kPanel + c] : sum;
       }
     }
   }
@@ -84,7 +83,7 @@ void integer_tile(const TileTask& task) {
   const int rows = task.rows, groups = layout.block / 4;
   const bool nibbles = layout.format == EB_I4;
   for (int64_t p = 0; p < task.panel_count; ++p) {
-    const uint8_t* panel = task.panels + static_cast<size_t>(p) * layout.panel_bytes;
+    const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
     const uint8_t* scales = panel + kAlignment;
     const uint8_t* values = panel + layout.values_offset;
     const uint8_t* x = task.x;
@@ -129,6 +128,11 @@ void integer_tile(const TileTask& task) {
   }
 }
 
+template <class Format>
+void widen(const uint8_t* weights, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = Format::load(weights + 2 * i);
+}
+
 void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
   const int block = layout.block;
   const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
@@ -165,8 +169,8 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
 }  // namespace
 
 const QuantLinearKernels kQuantLinearBaseline = {
-    prepare_float_baseline, prepare_integer,     float_tile<F32>,     float_tile<F16>,
-    float_tile<Bf16>,       integer_tile<false>, integer_tile<false>, integer_tile<true>,
+    prepare_float_baseline, prepare_integer,     float_tile<F32>,    float_tile<F16>, float_tile<Bf16>,
+    integer_tile<false>,    integer_tile<false>, integer_tile<true>, widen<F16>,      widen<Bf16>,
 };
 
 }  // namespace enginebay

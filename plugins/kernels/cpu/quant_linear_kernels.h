@@ -21,23 +21,29 @@ constexpr int64_t kChunk = 512;  // of K, float formats
 struct TileTask {
   const QuantLinearLayout* layout;
   int rows;               // R, 1 to kTileRows
-  const uint8_t* x;       // the prepared tile
-  const uint8_t* panels;  // the first panel
+  const uint8_t* x;       // the prepared tile; float formats: from the chunk's first k
+  const uint8_t* panels;  // the first panel; float formats: from the chunk's first k
+  size_t panel_stride;    // bytes
   int64_t panel_count;
   int64_t columns;  // of y, from the first panel's first column to the end of the matrix
   float* y;         // row 0, the first panel's first column
   int64_t y_stride;
-  const float* bias;       // from the first panel's first column, or NULL
-  int64_t k_begin, k_end;  // the chunk, float formats only
+  const float* bias;  // from the first panel's first column, or NULL
+  // Float formats: how much of K this chunk has, and whether it is the first and the last.
+  int64_t depth;
+  bool first, last;
 };
 
 // Rows [rows, K] of x into a tile.
 using PrepareRows = void (*)(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 using TileKernel = void (*)(const TileTask& task);
+// `count` 16-bit weights to fp32.
+using WidenWeights = void (*)(const uint8_t* weights, int64_t count, float* out);
 
 struct QuantLinearKernels {
   PrepareRows prepare_float, prepare_integer;
   TileKernel f32, f16, bf16, i8, i4, i4_minimum;
+  WidenWeights widen_f16, widen_bf16;  // the same values as the f16 and bf16 kernels multiply by
 };
 
 // A block of x becomes int8 by x = scale*q with scale = amax/127 and q = round-to-even(x * (127/amax)). A
@@ -57,6 +63,8 @@ void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int
 void tile_f32_avx512(const TileTask& task);
 void tile_f16_avx512(const TileTask& task);
 void tile_bf16_avx512(const TileTask& task);
+void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out);
+void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out);
 void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 
 }  // namespace enginebay

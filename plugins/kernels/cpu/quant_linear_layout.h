@@ -53,6 +53,9 @@ static inline size_t packed_bytes(const QuantLinearLayout& layout) {
   return layout.panel_bytes * static_cast<size_t>(layout.panels);
 }
 
+// Bytes of a weight of a float format.
+static inline size_t weight_bytes(const QuantLinearLayout& layout) { return layout.format == EB_F32 ? 4 : 2; }
+
 static inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Bytes of a prepared tile.
