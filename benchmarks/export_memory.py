@@ -58,8 +58,11 @@ def elements(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1)
 
 
-def make_checkpoint(folder: Path, parameters: float, sparse: bool) -> None:
-    """Shards of about 4 GiB; `sparse` leaves all but the first MiB of each tensor as holes."""
+def make_checkpoint(folder: Path, parameters: float, sparse: bool, noise: bytes | None = None) -> None:
+    """Shards of about 4 GiB; `sparse` leaves all but the first MiB of each tensor as holes.
+
+    `noise` is repeated through every tensor; None: random bytes, which are not all finite numbers.
+    """
     fixed = sum(elements(shape) for shape in shapes(0).values())
     per_layer = sum(elements(shape) for shape in shapes(1).values()) - fixed
     layers = max(1, round((parameters - fixed) / per_layer))
@@ -83,7 +86,7 @@ def make_checkpoint(folder: Path, parameters: float, sparse: bool) -> None:
             shards.append({})
         shards[-1][name] = shape
     weight_map = {}
-    noise = os.urandom(1 << 20)
+    noise = noise or os.urandom(1 << 20)
     for index, shard in enumerate(shards):
         file_name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(shard, file_name)

@@ -12,7 +12,7 @@ from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
 BF16 = WeightFormat("bf16")
-I8 = WeightFormat("i8", block=32)
+I8 = WeightFormat("i8")
 I4 = WeightFormat("i4", block=32, symmetric=False)
 
 HEAD = "lm_head"
@@ -70,8 +70,10 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp32", "float32 weights and cache", F32, F32, F32, "float32"),
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
-        Recipe("int8", "int8 weights, blocks of 32", I8, I8, I8, "float16"),
-        Recipe("int4", "int4 weights, blocks of 32 with a minimum", I4, I4, I4, "float16"),
+        Recipe("int8", "int8 weights, a scale for each row", I8, I8, I8, "float16"),
+        # The head decides between near-equal logits: in int4 it costs SmolLM2 5 % of perplexity, in int8
+        # 0.05 %.
+        Recipe("int4", "int4 weights, blocks of 32 with a minimum; int8 head", I4, I8, I8, "float16"),
     )
 }
 
