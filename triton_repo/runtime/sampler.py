@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from enginebay.triton_repo.runtime.rng import uniform
 Float32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
+_STRETCH = 256  # tokens that `_draw` sums first
 _GROUPS = 64  # rows of the view in which `top_ids` looks for a threshold
 
 
@@ -125,7 +127,7 @@ def _choose(logits: Float32, state: RowState, best: int) -> Choice:
     return Choice(token, token_logprob(logits, token, params.logprobs))
 
 
-def candidates(row: Float32, params: SamplingParams) -> tuple[Ids | None, NDArray[np.float64]]:
+def candidates(row: Float32, params: SamplingParams) -> tuple[Ids | None, NDArray[np.floating[Any]]]:
     """The tokens that may be drawn from [V] logits and their weights (the largest is 1; not normalised).
 
     Ids None stands for the whole vocabulary in order.
@@ -139,34 +141,43 @@ def candidates(row: Float32, params: SamplingParams) -> tuple[Ids | None, NDArra
             count = _nucleus(weights, params.top_p * weights.sum())
             ids, weights = ids[:count], weights[:count]
     else:
-        everything = np.exp((row - top) * inverse)
+        everything = row - top
+        everything *= inverse
+        np.exp(everything, out=everything)
         if params.top_p < 1:
             ids, weights = _top_p(row, everything, params.top_p)
         elif params.min_p > 0:
             ids = np.flatnonzero(everything >= np.float32(params.min_p))
             return ids, everything[ids].astype(np.float64)
         else:
-            return None, everything.astype(np.float64)
+            return None, everything
     if params.min_p > 0:
-        count = max(1, int(np.count_nonzero(weights >= params.min_p)))
-        ids, weights = ids[:count], weights[:count]
+        keep = weights >= params.min_p
+        ids, weights = ids[keep], weights[keep]
     return ids, weights
 
 
 def _top_p(row: Float32, weights: Float32, top_p: float) -> tuple[Ids, NDArray[np.float64]]:
     """The smallest set of best tokens that holds `top_p` of all weight, without sorting the vocabulary.
 
-    The set is a prefix of the sorted order, and so is each `top_ids`: the first prefix heavy enough holds it.
+    A few best tokens are usually enough. Otherwise buckets of weights, an eighth of an octave wide, are
+    counted from the top, and only the bucket in which the sum passes the goal is sorted.
     """
     goal = top_p * float(weights.sum(dtype=np.float64))
-    size = 64
-    while True:
-        ids = top_ids(row, size)
-        best = weights[ids].astype(np.float64)
-        if size >= len(row) or best.sum() >= goal:
-            count = _nucleus(best, goal)
-            return ids[:count], best[:count]
-        size *= 8
+    ids = top_ids(row, _GROUPS)
+    best = weights[ids].astype(np.float64)
+    if best.sum() >= goal:
+        count = _nucleus(best, goal)
+        return ids[:count], best[:count]
+    buckets = weights.view(np.int32) >> 20  # exponent and three bits of the mantissa: grows with the weight
+    mass = np.bincount(buckets, weights)
+    last = max(len(mass) - 1 - int(np.searchsorted(np.cumsum(mass[::-1]), goal)), 0)
+    inside = np.flatnonzero(buckets > last)
+    border = np.flatnonzero(buckets == last)
+    border = border[np.argsort(-row[border], kind="stable")]
+    missing = goal - float(weights[inside].sum(dtype=np.float64))
+    ids = np.concatenate([inside, border[: _nucleus(weights[border].astype(np.float64), missing)]])
+    return ids, weights[ids].astype(np.float64)
 
 
 def _nucleus(weights: NDArray[np.float64], goal: float) -> int:
@@ -193,13 +204,25 @@ def top_ids(row: Float32, count: int) -> Ids:
     return best
 
 
-def _draw(ids: Ids | None, weights: NDArray[np.float64], number: float) -> int:
-    """The index at which the running sum of the weights passes `number` of their total."""
-    sums = np.cumsum(weights)
+def _draw(ids: Ids | None, weights: NDArray[np.floating[Any]], number: float) -> int:
+    """The token at which the running sum of the weights passes `number` of their total."""
+    if ids is not None:
+        return int(ids[_passing(weights, number)])
+    # The whole vocabulary: first a stretch, then a token of it.
+    edges = np.arange(0, len(weights), _STRETCH)
+    stretches = np.add.reduceat(weights, edges).astype(np.float64)
+    stretch = _passing(stretches, number)
+    before = float(stretches[:stretch].sum())
+    inside = min(max((number * float(stretches.sum()) - before) / float(stretches[stretch]), 0.0), 1.0)
+    start = int(edges[stretch])
+    return start + _passing(weights[start : start + _STRETCH], inside)
+
+
+def _passing(weights: NDArray[np.floating[Any]], number: float) -> int:
+    """The first index whose running sum exceeds `number` of the total; the last with weight, if none does."""
+    sums = np.cumsum(weights, dtype=np.float64)
     index = int(np.searchsorted(sums, number * sums[-1], side="right"))
-    if index == len(weights):  # the product was rounded up to the total
-        index = int(np.flatnonzero(weights)[-1])
-    return index if ids is None else int(ids[index])
+    return index if index < len(sums) else int(np.flatnonzero(weights)[-1])
 
 
 def token_logprob(logits: Float32, token: int, count: int) -> TokenLogprob:

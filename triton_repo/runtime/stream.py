@@ -39,7 +39,6 @@ class OutputStream:
     ) -> None:
         self.request = request
         self.submitted = submitted
-        self.started = False  # whether a token has come
         self.row = RowState(request.sampling, request.prompt_ids, stop_ids, seed)
         self._text = text
         self._stop = StopMatcher(request.sampling.stop, include=request.sampling.include_stop)

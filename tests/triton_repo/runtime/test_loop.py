@@ -78,8 +78,8 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.loop.close()
-        assert self.loop._scheduler.pool.held == 0
-        assert not self.loop._active
+        assert self.loop._batcher.scheduler.pool.held == 0
+        assert not self.loop._batcher._active
         stats = self.loop.stats()
         assert (stats.running, stats.waiting, stats.cache_blocks_used) == (0, 0, 0)
 
@@ -376,13 +376,13 @@ def test_nan_logits_fail_their_request_alone() -> None:
         assert served.sink.tokens("good") == greedy_tokens([1], 40)
         # The blocks that gave NaN are not offered to the next request with the same prefix.
         assert (
-            served.loop._scheduler.kv.match(
-                served.loop._scheduler.add(make("probe", [99, *greedy_tokens([99], 21)])).table,
+            served.loop._batcher.scheduler.kv.match(
+                served.loop._batcher.scheduler.add(make("probe", [99, *greedy_tokens([99], 21)])).table,
                 np.array([99, *greedy_tokens([99], 21)], np.int32),
             )
             == []
         )
-        served.loop._scheduler.finish(served.loop._scheduler._live["probe"])
+        served.loop._batcher.scheduler.finish(served.loop._batcher.scheduler._live["probe"])
 
 
 def test_an_engine_error_fails_the_culprit_alone() -> None:

@@ -297,6 +297,25 @@ def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
     assert chi < freedom + 6 * np.sqrt(2 * max(freedom, 1)) + 6
 
 
+def test_draws_over_a_whole_vocabulary_of_any_size() -> None:
+    """Without filters the draw goes by stretches of the vocabulary; the last one is shorter."""
+    draws = 5000
+    for size in (255, 256, 257, 1000):
+        logits = np.random.default_rng(size).normal(0, 1.5, size).astype(np.float32)
+        rows = [state(temperature=1.0, seed=seed) for seed in range(draws)]
+        counts = Counter(c.token for c in sample(np.repeat(logits[None], draws, 0), rows))
+        weights = np.exp(logits.astype(np.float64))
+        expected = draws * weights / weights.sum()
+        bins = np.cumsum(expected) // 100  # about 100 draws in each
+        found = np.array([counts[token] for token in range(size)], float)
+        chi = sum(
+            (found[bins == b].sum() - expected[bins == b].sum()) ** 2 / expected[bins == b].sum()
+            for b in np.unique(bins)
+        )
+        freedom = len(np.unique(bins)) - 1
+        assert chi < freedom + 6 * np.sqrt(2 * freedom)
+
+
 def test_the_same_seed_draws_the_same_and_positions_differ() -> None:
     logits = np.zeros(1000, np.float32)
 
