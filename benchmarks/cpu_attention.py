@@ -1,10 +1,10 @@
-"""PagedAttention inside ONNX Runtime beside torch's scaled_dot_product_attention and ORT's GroupQueryAttention.
+"""PagedAttention in ONNX Runtime beside torch's scaled_dot_product_attention and ORT's GroupQueryAttention.
 
     python benchmarks/cpu_attention.py [--threads 2] [--heads 9 --kv-heads 3 --head-dim 64] [--json]
 
-Every case is timed in one process, turn by turn, and the best of `--repeats` turns counts; only the ratios mean
-anything on a shared machine. The peers attend over contiguous fp32 caches and do neither RoPE nor (sdpa) the cache
-write; ours does both. GFLOP/s counts 4*D per query, head and visible position.
+Every case is timed in one process, turn by turn, and the best of `--repeats` turns counts; only the ratios
+mean anything on a shared machine. The peers attend over contiguous fp32 caches and do no RoPE, sdpa no cache
+write either; ours does both. GFLOP/s counts 4*D per query, head and visible position.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def ours(case: Case, shape: tuple[int, int, int], cache_type: str, threads: int)
 
 
 def sdpa(case: Case, shape: tuple[int, int, int], threads: int) -> Callable[[], None]:
-    import torch  # noqa: PLC0415 (a peer, not a need)
-    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+    import torch
 
     torch.set_num_threads(threads)
     heads, kv_heads, dim = shape
@@ -132,7 +131,6 @@ def sdpa(case: Case, shape: tuple[int, int, int], threads: int) -> Callable[[], 
     if case.new > 1 and case.past == 0:
         mask = {"is_causal": True}
     elif case.new > 1:
-        mask = {"attn_mask": causal_lower_right(case.new, case.past + case.new)}
         mask = {"attn_mask": torch.ones(case.new, case.past + case.new).tril(case.past).bool()}
 
     def run() -> None:

@@ -38,8 +38,10 @@ LINK_FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 finds its own AVX-512 intrinsics uninitialised.
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-_AVX512 += ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+_AVX512 = (
+    *(*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
 _VNNI = (*_AVX512, "-mavx512vnni")
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "_avx2": _AVX2,

@@ -133,7 +133,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class KernelLibrary:
-    """The library at `path` (default: `library_path()`), after a check that it has the ops of `ops.py`.
+    """The library at `path` (default: `library_path()`), after a check that its ops are those of `ops.py`.
 
     Calls raise PluginError with the library's own words. Arrays are float32 unless stated; outputs and
     workspaces start as NaN, so that what a kernel forgets to write shows.
@@ -147,11 +147,18 @@ class KernelLibrary:
         except OSError as error:
             raise PluginError(f"{self.path} cannot be loaded: {error}") from error
         self._library.eb_op_table.restype = c_char_p
-        check_op_table(self.path, self._library.eb_op_table().decode())
+        self.ops = read_op_table(self.path, self._library.eb_op_table().decode())
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = (c_void_p, c_void_p, *arguments)
         self._library.eb_quant_linear_layout.restype = c_char_p
         self._parallel_for = _PARALLEL_FOR(self._run_on_threads)
+
+    def require(self, names: Iterable[str]) -> None:
+        """PluginError naming the ops among `names` that this library has no kernel for."""
+        if missing := sorted(set(names) - self.ops.keys()):
+            raise PluginError(
+                f"{self.path} has no kernel for {', '.join(missing)}; it has {', '.join(self.ops)}"
+            )
 
     def pack_linear(
         self,
@@ -350,20 +357,24 @@ class KernelLibrary:
             list(executor.map(lambda index: body(argument, index), range(count)))
 
 
-def check_op_table(path: Path, table: str) -> None:
-    """Compare a library's table ("Name=version;...") with `ops.OPS`; PluginError names each difference."""
-    has = dict(entry.split("=", 1) for entry in table.split(";") if entry)
-    needs = {op.name: str(op.version) for op in ops.OPS}
+def read_op_table(path: Path, table: str) -> dict[str, int]:
+    """A library's table ("Name=version;..."); PluginError for each version that is not the one in `ops.OPS`.
+
+    A library need not have every op: `KernelLibrary.require` asks for those an engine needs.
+    """
+    has = {name: int(version) for name, _, version in (e.partition("=") for e in table.split(";") if e)}
+    knows = {op.name: op.version for op in ops.OPS}
     wrong = [
-        f"{name}: library {has.get(name, 'has none')}, ops.py {needs.get(name, 'has none')}"
-        for name in sorted(has.keys() | needs.keys())
-        if has.get(name) != needs.get(name)
+        f"{name}: library {version}, ops.py {knows.get(name, 'has none')}"
+        for name, version in has.items()
+        if knows.get(name) != version
     ]
     if wrong:
         raise PluginError(
             f"{path} was compiled from another version ({'; '.join(wrong)}); "
             "compile it again with `make plugins`"
         )
+    return has
 
 
 def _known_format(name: str) -> str:

@@ -16,7 +16,9 @@ Ints = NDArray[np.int32]
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     """x / sqrt(mean(x^2) + epsilon) * weight over the last axis (Zhang and Sennrich, 2019)."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+    mean: Array = np.mean(x * x, axis=-1, keepdims=True)
+    y: Array = x / np.sqrt(mean + epsilon) * weight
+    return y
 
 
 def add_rms_norm(x: Array, residual: Array, weight: Array, epsilon: float) -> tuple[Array, Array]:
@@ -27,17 +29,20 @@ def add_rms_norm(x: Array, residual: Array, weight: Array, epsilon: float) -> tu
 
 def activation(name: str, x: Array) -> Array:
     """silu, gelu (exact), gelu_tanh, relu or relu2 of every element."""
+    y: Array
     if name == "silu":
-        return x / (1 + np.exp(-x))
-    if name == "gelu":
-        return x * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
-    if name == "gelu_tanh":
-        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    if name == "relu":
-        return np.maximum(x, 0)
-    if name == "relu2":
-        return np.maximum(x, 0) ** 2
-    raise ValueError(f"no activation '{name}'")
+        y = x / (1 + np.exp(-x))
+    elif name == "gelu":
+        y = x * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
+    elif name == "gelu_tanh":
+        y = x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    elif name == "relu":
+        y = np.maximum(x, 0.0)
+    elif name == "relu2":
+        y = np.square(np.maximum(x, 0.0))
+    else:
+        raise ValueError(f"no activation '{name}'")
+    return y
 
 
 def gated_activation(gate_up: Array, name: str) -> Array:

@@ -47,7 +47,7 @@ class Heads:
 
 
 class Pool:
-    """A cache and which blocks each sequence has; unwritten slots are NaN, spare table entries out of range."""
+    """A cache and each sequence's blocks; unwritten slots are NaN, spare table entries out of range."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""PagedAttention against its float64 meaning, and the promise that a row's answer is its own."""
+"""PagedAttention against its float64 meaning, on every instruction set this processor has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from attention_cases import Heads, Pool, rows_of, step
 
 from enginebay.plugins import reference
 from enginebay.plugins.load import KernelLibrary
-from attention_cases import Heads, Pool, rows_of, step
 
-# Relative to values of order 1: fp32 sums of some hundred terms; reading a rounded cache adds nothing, since the
-# reference rounds alike, except where the fp32 key lies on a rounding boundary.
+# Relative to values of order 1: fp32 sums of some hundred terms. A rounded cache adds nothing, for the reference
+# rounds alike, except where the fp32 key lies on a rounding boundary.
 TOLERANCE = {np.float32: 2e-5, np.float16: 1e-3, ml_dtypes.bfloat16: 8e-3}
 
 SHAPES = {
@@ -41,20 +41,11 @@ SHAPES = {
 MIX = [(0, 70), (0, 0), (100, 1), (63, 2), (64, 1), (31, 40), (0, 1), (127, 5)]
 
 
-@pytest.fixture(scope="module")
-def library() -> KernelLibrary:
-    return KernelLibrary()
-
-
 def run_mix(
-    library: KernelLibrary,
-    heads: Heads,
-    mix: list[tuple[int, int]],
-    rng: np.random.Generator,
-    **pool_options: Any,
+    library: KernelLibrary, heads: Heads, mix: list[tuple[int, int]], rng: np.random.Generator, **options: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Fill the cache of each sequence, then run one step of the mix; (got, wanted, got cache, wanted cache)."""
-    pool = Pool(heads, rng, **pool_options)
+    """Fill each sequence's cache, then run one step of the mix; (got, wanted, got cache, wanted cache)."""
+    pool = Pool(heads, rng, **options)
     lengths = [start + count for start, count in mix]
     width = max(-(-length // pool.block_size) for length in lengths) + 1
     table = pool.table(lengths, width)
@@ -85,6 +76,17 @@ def test_equals_reference(library: KernelLibrary, shape: str, dtype: Any) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    "shape", ["smollm2", "dim80_partial", "dim20_odd", "softcap", "sinks_window", "qk_norm"]
+)
+def test_every_instruction_set(isa_library: KernelLibrary, shape: str) -> None:
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        rng = np.random.default_rng()
+        mix = [(30, 50), (66, 1), (0, 20)]
+        got, wanted, *_ = run_mix(isa_library, SHAPES[shape], mix, rng, block_size=16, dtype=dtype)
+        np.testing.assert_allclose(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 100])
 def test_block_sizes(library: KernelLibrary, block_size: int) -> None:
     rng = np.random.default_rng()
@@ -92,17 +94,49 @@ def test_block_sizes(library: KernelLibrary, block_size: int) -> None:
     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_splits_of_a_long_context(library: KernelLibrary) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", ["gqa", "window", "sinks", "wide_window"])
+def test_splits_of_a_long_context(shape: str, threads: int) -> None:
     """Positions around multiples of 512, where partial softmaxes are merged."""
+    heads = SHAPES[shape] if shape in SHAPES else replace(SHAPES["gqa"], attributes={"window": 600})
     mix = [(511, 1), (512, 1), (1023, 3), (1300, 1), (500, 30)]
-    for heads in (
-        SHAPES["gqa"],
-        SHAPES["window"],
-        SHAPES["sinks"],
-        replace(SHAPES["gqa"], attributes={"window": 600}),
-    ):
-        for threads in (1, 2):
-            rng = np.random.default_rng()
-            many = KernelLibrary(threads=threads)
-            got, wanted, *_ = run_mix(many, heads, mix, rng, block_size=16, blocks=400)
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+    rng = np.random.default_rng()
+    got, wanted, *_ = run_mix(KernelLibrary(threads=threads), heads, mix, rng, block_size=16, blocks=400)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_slot_minus_one_writes_nothing(library: KernelLibrary) -> None:
+    rng = np.random.default_rng()
+    heads = SHAPES["gqa"]
+    pool = Pool(heads, rng, block_size=16)
+    table = pool.table([20], 2)
+    rows = rows_of(rng, heads, 20)
+    constants = heads.constants(rng)
+    first = step([rows], [0], table, 16)
+    wanted = library.run_attention(cache=pool.cache, **first, **constants, **heads.keywords())
+    before = pool.cache.copy()
+    again = {**first, "slot_mapping": np.full(20, -1, np.int32)}
+    got = library.run_attention(cache=pool.cache, **again, **constants, **heads.keywords())
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(pool.cache, before)
+
+
+def test_half_precision_conversions_are_exact(isa_library: KernelLibrary) -> None:
+    """Every finite and infinite fp16 and bf16 value, written from float32 and read back by a one-token step."""
+    heads = Heads(num_heads=1, num_kv_heads=1, head_dim=128, rotary_dim=0)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        every = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(dtype)
+        wide = np.nan_to_num(every.astype(np.float32), nan=1.0)
+        for values in (wide, np.nextafter(wide, np.float32(0))):
+            rows = values.reshape(-1, 128)
+            qkv = np.zeros((len(rows), 3 * 128), np.float32)
+            qkv[:, 256:] = rows
+            cache = np.zeros((len(rows), 2, 1, 1, 128), dtype)
+            table = np.arange(len(rows), dtype=np.int32)[:, None]
+            inputs = step([row[None] for row in qkv], [0] * len(rows), table, 1)
+            got = isa_library.run_attention(cache=cache, **inputs, **heads.keywords())
+            with np.errstate(over="ignore"):
+                wanted = rows.astype(dtype)
+            np.testing.assert_array_equal(cache[:, 1, 0, 0].view(np.uint16), wanted.view(np.uint16))
+            finite = np.isfinite(wanted.astype(np.float32)).all(axis=1)
+            np.testing.assert_array_equal(got[finite], wanted.astype(np.float32)[finite])

@@ -37,6 +37,12 @@ typedef struct eb_paged_attention_args {
   const float* k_norm;
   const float* sinks;           /* [Hq] or NULL */
   void* attention;              /* [T, Hq*D] */
+  /* Of 8-bit caches: stored = value/scale; [2, Hkv], keys then values. NULL: 1. Must be NULL for wider caches. */
+  const float* cache_scales;
+  /* [T, tree_words]: bit j of token t's words says that it sees token j of its own sequence's chunk (itself included);
+   * what was cached before it sees whole, and windows count position_ids. NULL: causal as the desc says. */
+  const uint32_t* tree_mask;
+  int32_t tree_words;
 } eb_paged_attention_args;
 
 /* Ints of the plan and bytes of workspace for this step (host pointers to query_start and kv_len). */

@@ -4,7 +4,6 @@
 
 namespace enginebay {
 
-
 AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   AttentionShape shape;
   shape.group = desc.num_heads / desc.num_kv_heads;
@@ -117,6 +116,14 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
                                const eb_paged_attention_args& args) {
   EB_RETURN_IF_ERROR(
       check_attention_lengths(context, desc, args.tokens, args.sequences, args.query_start, args.kv_len));
+  if (args.tree_mask != nullptr) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: the CPU library has no tree mask");
+  }
+  if (args.cache_scales != nullptr) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: cache_scales given for a %s cache, which has none",
+                dtype_name(desc.cache_dtype));
+  }
   const bool rope = desc.rotary_dim > 0;
   const struct {
     const char* name;

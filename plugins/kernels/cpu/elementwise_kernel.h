@@ -24,22 +24,20 @@ inline typename V::F gelu_tanh(typename V::F x) {
   return V::div(x, V::add(V::set1(1.0f), exponential<V>(minus_2u)));
 }
 
-// 0.5*x*erfc(-x/sqrt(2)), with Abramowitz and Stegun 7.1.26: erfc(z) = t*(a1 + t*(...))*e^-z^2 for z >= 0,
-// absolute error 1.5e-7.
+// 0.5*x*(1 + erf(x/sqrt(2))) = max(x, 0) - 0.5*|x|*erfc(z), z = |x|/sqrt(2). With t = 1/(1 + z/2),
+// erfc(z)*e^(z^2)/t is a polynomial in t, a Chebyshev fit: relative error 3e-7 for z up to 9.5.
 template <class V>
 inline typename V::F gelu(typename V::F x) {
   const auto one = V::set1(1.0f);
   const auto magnitude = V::max(V::sub(V::zero(), x), x);
   const auto z = V::mul(magnitude, V::set1(0.707106781f));
-  const auto t = V::div(one, V::fma(V::set1(0.3275911f), z, one));
-  auto p = V::set1(1.061405429f);
-  p = V::fma(p, t, V::set1(-1.453152027f));
-  p = V::fma(p, t, V::set1(1.421413741f));
-  p = V::fma(p, t, V::set1(-0.284496736f));
-  p = V::fma(p, t, V::set1(0.254829592f));
+  const auto t = V::div(one, V::fma(V::set1(0.5f), z, one));
+  constexpr float kFit[] = {2.894461155e-01f, -4.968295693e-01f, 2.885151505e-01f, -3.339901939e-02f,
+                            2.053604275e-01f, 2.424793839e-01f,  2.824538350e-01f, 2.820823491e-01f};
+  auto p = V::set1(-6.010870636e-02f);
+  for (const float coefficient : kFit) p = V::fma(p, t, V::set1(coefficient));
   const auto tail = V::mul(V::mul(p, t), exponential<V>(V::sub(V::zero(), V::mul(z, z))));  // erfc(z)
   const auto half = V::mul(V::set1(0.5f), magnitude);
-  // Negative x: -half*tail; positive x: x - half*tail.
   const auto positive = V::max(V::zero(), x);
   return V::sub(positive, V::mul(half, tail));
 }
