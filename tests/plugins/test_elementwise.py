@@ -77,7 +77,7 @@ def test_plain_norm_and_in_place(library: KernelLibrary) -> None:
         np.array([40], np.int32).tobytes() + np.float32(1e-6).tobytes() + np.int32(1).tobytes()
     )
     y = np.full_like(x, np.nan)
-    library._call(
+    library.call(
         "eb_add_rms_norm_run", desc, 3, x.ctypes.data, None, weight.ctypes.data, y.ctypes.data, None
     )
     wanted, _ = library.run_add_rms_norm(x, np.zeros_like(x), weight, 1e-6)
@@ -85,7 +85,7 @@ def test_plain_norm_and_in_place(library: KernelLibrary) -> None:
 
     wanted, total = library.run_add_rms_norm(x, residual, weight, 1e-6)
     pointers = (x.ctypes.data, residual.ctypes.data, weight.ctypes.data, x.ctypes.data, residual.ctypes.data)
-    library._call("eb_add_rms_norm_run", desc, 3, *pointers)
+    library.call("eb_add_rms_norm_run", desc, 3, *pointers)
     np.testing.assert_array_equal(x, wanted)
     np.testing.assert_array_equal(residual, total)
 
