@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
@@ -148,10 +148,14 @@ class KernelLibrary:
             raise PluginError(f"{self.path} cannot be loaded: {error}") from error
         self._library.eb_op_table.restype = c_char_p
         self.ops = read_op_table(self.path, self._library.eb_op_table().decode())
-        for name, arguments in _SIGNATURES.items():
-            getattr(self._library, name).argtypes = (c_void_p, c_void_p, *arguments)
+        self.declare(_SIGNATURES)
         self._library.eb_quant_linear_layout.restype = c_char_p
         self._parallel_for = _PARALLEL_FOR(self._run_on_threads)
+
+    def declare(self, signatures: Mapping[str, tuple[Any, ...]]) -> None:
+        """Argument types of entry points, after the context and the descriptor that all of them take."""
+        for name, arguments in signatures.items():
+            getattr(self._library, name).argtypes = (c_void_p, c_void_p, *arguments)
 
     def require(self, names: Iterable[str]) -> None:
         """PluginError naming the ops among `names` that this library has no kernel for."""
@@ -190,10 +194,10 @@ class KernelLibrary:
                 _expect(name, array, "float32", (rows, -(-columns // max(block_size, 1))))
         desc = self._linear(columns, rows, format, block_size, symmetric)
         size = c_size_t()
-        self._call("eb_quant_linear_packed_bytes", byref(desc), byref(size))
+        self.call("eb_quant_linear_packed_bytes", byref(desc), byref(size))
         packed = np.zeros(size.value, np.uint8)
         weights = _LinearWeights(_pointer(values), _pointer(scales), _pointer(minimums))
-        self._call("eb_quant_linear_pack", byref(desc), byref(weights), _pointer(packed), packed.nbytes)
+        self.call("eb_quant_linear_pack", byref(desc), byref(weights), _pointer(packed), packed.nbytes)
         return packed
 
     def unpack_linear(
@@ -209,14 +213,14 @@ class KernelLibrary:
         """What the kernel multiplies by: float32 [N, K] = [rows, columns] out of packed weights."""
         desc = self._linear(columns, rows, format, block_size, symmetric)
         weights = np.full((rows, columns), np.nan, np.float32)
-        self._call("eb_quant_linear_unpack", byref(desc), _pointer(packed), packed.nbytes, _pointer(weights))
+        self.call("eb_quant_linear_unpack", byref(desc), _pointer(packed), packed.nbytes, _pointer(weights))
         return weights
 
     def linear_bytes(self, *, rows: int, columns: int, format: str, block_size: int, symmetric: bool) -> int:
         """Bytes of the packed weights of a layer; PluginError where the library cannot pack it."""
         desc = self._linear(columns, rows, format, block_size, symmetric)
         size = c_size_t()
-        self._call("eb_quant_linear_packed_bytes", byref(desc), byref(size))
+        self.call("eb_quant_linear_packed_bytes", byref(desc), byref(size))
         return size.value
 
     def linear_layout(self, *, rows: int, columns: int, format: str, block_size: int, symmetric: bool) -> str:
@@ -240,10 +244,10 @@ class KernelLibrary:
         _expect("x", x, "float32", (tokens, columns))
         desc = self._linear(columns, out_features, format, block_size, symmetric)
         size = c_size_t()
-        self._call("eb_quant_linear_workspace_size", byref(desc), tokens, byref(size))
+        self.call("eb_quant_linear_workspace_size", byref(desc), tokens, byref(size))
         workspace = _poisoned(size.value)
         y = np.full((tokens, out_features), np.nan, np.float32)
-        self._call(
+        self.call(
             *("eb_quant_linear_run", byref(desc), tokens, _pointer(x), _pointer(packed), packed.nbytes),
             *(_pointer(bias), _pointer(y), _pointer(workspace), workspace.nbytes),
         )
@@ -264,7 +268,7 @@ class KernelLibrary:
         _expect("input_ids", input_ids, "int32", input_ids.shape)
         desc = self._linear(columns, rows, format, block_size, symmetric)
         y = np.full((len(input_ids), columns), np.nan, np.float32)
-        self._call(
+        self.call(
             *("eb_embedding_run", byref(desc), len(input_ids), _pointer(input_ids)),
             *(_pointer(packed), packed.nbytes, _pointer(y)),
         )
@@ -304,13 +308,13 @@ class KernelLibrary:
             raise PluginError(f"run_attention: no such input: {', '.join(arrays)}")
         ints, size = c_size_t(), c_size_t()
         lengths = (args.query_start, args.kv_len)
-        self._call("eb_paged_attention_plan_size", byref(desc), tokens, sequences, byref(ints), byref(size))
+        self.call("eb_paged_attention_plan_size", byref(desc), tokens, sequences, byref(ints), byref(size))
         plan = np.full(ints.value, -1, np.int32)
-        self._call(
+        self.call(
             "eb_paged_attention_plan", byref(desc), tokens, sequences, *lengths, _pointer(plan), len(plan)
         )
         workspace = _poisoned(size.value)
-        self._call(
+        self.call(
             *("eb_paged_attention_run", byref(desc), byref(args), _pointer(plan), len(plan)),
             *(_pointer(workspace), workspace.nbytes),
         )
@@ -323,7 +327,7 @@ class KernelLibrary:
         y, total = np.full_like(x, np.nan), np.full_like(x, np.nan)
         pointers = (_pointer(array) for array in (x, residual, weight, y, total))
         desc = _NormDesc(x.shape[1], epsilon, DTYPES[x.dtype.name])
-        self._call("eb_add_rms_norm_run", byref(desc), x.shape[0], *pointers)
+        self.call("eb_add_rms_norm_run", byref(desc), x.shape[0], *pointers)
         return y, total
 
     def run_gated_activation(self, gate_up: Floats, activation: str) -> Floats:
@@ -331,7 +335,7 @@ class KernelLibrary:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = np.full((tokens, width), np.nan, np.float32)
         desc = _ActivationDesc(width, ACTIVATIONS[activation], DTYPES[gate_up.dtype.name])
-        self._call("eb_gated_activation_run", byref(desc), tokens, _pointer(gate_up), _pointer(y))
+        self.call("eb_gated_activation_run", byref(desc), tokens, _pointer(gate_up), _pointer(y))
         return y
 
     @staticmethod
@@ -339,7 +343,8 @@ class KernelLibrary:
         code = WEIGHT_FORMATS[_known_format(format)]
         return _LinearDesc(columns, rows, code, block_size, int(symmetric), DTYPES["float32"])
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """One entry point on this library's threads; PluginError with its words where it fails."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         context = _Context(
             ABI_VERSION, self.threads, message=ctypes.addressof(message), message_bytes=MESSAGE_BYTES

@@ -168,7 +168,9 @@ _ROUTING = (
     Attribute("top_groups", 0, "groups a token may use"),
     Attribute("routed_scale", 1.0, "factor on the weights after renormalisation"),
     Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),
-    Attribute("clamp", 0.0, "c > 0: gate is at most c, up within -c..c, and (up + 1)*gate*sigmoid(alpha*gate)"),
+    Attribute(
+        "clamp", 0.0, "c > 0: gate is at most c, up within -c..c, and (up + 1)*gate*sigmoid(alpha*gate)"
+    ),
     Attribute("clamp_alpha", 1.702, "alpha of a clamped gate"),
 )
 
@@ -184,7 +186,6 @@ def _moe_inputs(*weights: Param) -> tuple[Param, ...]:
     )
 
 
-# MoE and QuantMoE enter OPS with the first library that has kernels for them.
 MOE = Op(
     name="MoE",
     version=1,
@@ -213,8 +214,8 @@ QUANT_MOE = Op(
 LATENT_ATTENTION = Op(
     name="LatentAttention",
     version=1,
-    doc="Multi-head latent attention (DeepSeek-V2): RoPE on the last R of every query head and of the new latent, "
-    "write of the latent, then every head attends to the latents; values are their first C elements.",
+    doc="Multi-head latent attention (DeepSeek-V2): RoPE on the last R of every query head and of the new "
+    "latent, write of the latent, then every head attends to the latents; values are their first C elements.",
     canonical=True,
     inputs=(
         Param("query", FLOATS, ("T", "Hq*(C+R)")),
@@ -245,7 +246,14 @@ LATENT_ATTENTION = Op(
 # Canonical ops that no library runs as they are.
 EXPORTED: tuple[Op, ...] = (MOE, LATENT_ATTENTION)
 
-OPS: tuple[Op, ...] = (PAGED_ATTENTION, QUANT_LINEAR, EMBEDDING, ADD_RMS_NORM, GATED_ACTIVATION)
+OPS: tuple[Op, ...] = (
+    PAGED_ATTENTION,
+    QUANT_LINEAR,
+    EMBEDDING,
+    ADD_RMS_NORM,
+    GATED_ACTIVATION,
+    QUANT_MOE,
+)
 
 
 def op(name: str) -> Op:

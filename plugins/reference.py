@@ -164,3 +164,78 @@ def paged_attention(
                 total = weight.sum() + np.exp(sink - top)
                 attention[token, head * head_dim : (head + 1) * head_dim] = weight @ value / total
     return attention, cache
+
+
+def route(
+    logits: Array,
+    correction_bias: Array | None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[list[int], Array]:
+    """The experts of one token, best first, and their scores (softmax_topk.
+
+    Softmaxed) before any renormalisation.
+    """
+    exponentials = np.exp(logits - logits.max())
+    scores = {
+        "softmax": exponentials / exponentials.sum(),
+        "sigmoid": 1 / (1 + np.exp(-logits)),
+        "softmax_topk": logits,
+    }[scoring]
+    ranked = scores if correction_bias is None else scores + correction_bias
+    if num_groups > 1:
+        groups = ranked.reshape(num_groups, -1)
+        best = -np.sort(-groups, axis=1)
+        worth = best[:, 0] if correction_bias is None else best[:, :2].sum(axis=1)
+        kept = np.argsort(-worth, kind="stable")[:top_groups]
+        ranked = np.where(np.isin(np.arange(num_groups), kept)[:, None], groups, -np.inf).ravel()
+    chosen = np.argsort(-ranked, kind="stable")[:top_k]
+    weights = scores[chosen]
+    if scoring == "softmax_topk":
+        weights = np.exp(weights - weights.max())
+        weights = weights / weights.sum()
+    return chosen.tolist(), weights
+
+
+def moe(
+    x: Array,
+    router_logits: Array,
+    gate_up: Array,
+    down: Array,
+    *,
+    correction_bias: Array | None = None,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    top_k: int,
+    activation: str,
+    scoring: str = "softmax",
+    renormalize: int = 0,
+    num_groups: int = 0,
+    top_groups: int = 0,
+    routed_scale: float = 1.0,
+    clamp: float = 0.0,
+    clamp_alpha: float = 1.702,
+) -> Array:
+    """MoE (include/enginebay/moe.h): [T, H] of gate_up [E, 2I, H] and down [E, H, I], token by token."""
+    y = np.zeros_like(x)
+    routing = {"scoring": scoring, "top_k": top_k, "num_groups": num_groups, "top_groups": top_groups}
+    for token, row in enumerate(x):
+        if np.isnan(router_logits[token]).any():
+            y[token] = np.nan
+            continue
+        experts, weights = route(router_logits[token], correction_bias, **routing)  # type: ignore[arg-type]
+        if renormalize:
+            weights = weights / weights.sum()
+        for expert, weight in zip(experts, weights * routed_scale, strict=True):
+            both = gate_up[expert] @ row + (0 if gate_up_bias is None else gate_up_bias[expert])
+            gate, up = np.split(both, 2)
+            if clamp:
+                gate, up = np.minimum(gate, clamp), np.clip(up, -clamp, clamp)
+                inner = (up + 1) * gate / (1 + np.exp(-clamp_alpha * gate))
+            else:
+                inner = gated_activation(both[None], activation)[0]
+            y[token] += weight * (down[expert] @ inner + (0 if down_bias is None else down_bias[expert]))
+    return y

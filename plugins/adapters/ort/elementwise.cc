@@ -2,12 +2,6 @@
 #include "ops.h"
 
 namespace enginebay::ort {
-namespace {
-
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
-constexpr eb_activation kActivationCodes[] = {EB_SILU, EB_GELU, EB_GELU_TANH, EB_RELU, EB_RELU2};
-
-}  // namespace
 
 AddRmsNorm::AddRmsNorm(const OrtKernelInfo* info) {
   const Attributes attributes(kName, info);

@@ -3,6 +3,7 @@
 #define ENGINEBAY_ADAPTERS_ORT_OPS_H
 
 #include "enginebay/elementwise.h"
+#include "enginebay/moe.h"
 #include "enginebay/paged_attention.h"
 #include "enginebay/quant_linear.h"
 #include "ort.h"
@@ -14,6 +15,12 @@ constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr Type kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+
+// The op table's names, in the order of their codes.
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
+constexpr eb_activation kActivationCodes[] = {EB_SILU, EB_GELU, EB_GELU_TANH, EB_RELU, EB_RELU2};
+constexpr const char* kFormats[] = {"f32", "f16", "bf16", "i8", "i4"};
+constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4};
 
 class PagedAttention {
  public:
@@ -95,6 +102,24 @@ class GatedActivation {
  private:
   std::string node_;
   eb_activation activation_;
+};
+
+class QuantMoe {
+ public:
+  static constexpr const char* kName = "QuantMoE";
+  static constexpr size_t kInputCount = 7, kRequiredInputs = 4;
+  static constexpr Type kInputs[kInputCount] = {kFloat, kFloat, kUint8, kUint8, kFloat, kFloat, kFloat};
+  static constexpr Type kOutputs[] = {kFloat};
+
+  explicit QuantMoe(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  OrtStatus* check_shapes(const Tensor (&in)[kInputCount]) const;
+
+  std::string node_;
+  eb_moe_desc desc_{};
+  size_t gate_up_stride_ = 0, down_stride_ = 0;  // bytes of an expert
 };
 
 }  // namespace enginebay::ort

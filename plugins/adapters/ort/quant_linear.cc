@@ -2,12 +2,6 @@
 #include "ops.h"
 
 namespace enginebay::ort {
-namespace {
-
-constexpr const char* kFormats[] = {"f32", "f16", "bf16", "i8", "i4"};
-constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4};
-
-}  // namespace
 
 PackedWeights::PackedWeights(const char* op, const OrtKernelInfo* info) {
   const Attributes attributes(op, info);

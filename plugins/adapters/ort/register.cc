@@ -10,6 +10,7 @@ struct Domain {
   CustomOp<Embedding> embedding;
   CustomOp<AddRmsNorm> add_rms_norm;
   CustomOp<GatedActivation> gated_activation;
+  CustomOp<QuantMoe> quant_moe;
   Ort::CustomOpDomain domain{"enginebay"};
 
   Domain() {
@@ -18,6 +19,7 @@ struct Domain {
     domain.Add(&embedding);
     domain.Add(&add_rms_norm);
     domain.Add(&gated_activation);
+    domain.Add(&quant_moe);
   }
 };
 

@@ -18,6 +18,7 @@
 #define ENGINEBAY_MOE_H
 
 #include "abi.h"
+#include "elementwise.h"
 #include "quant_linear.h"
 
 #ifdef __cplusplus
@@ -30,15 +31,6 @@ typedef enum eb_moe_scoring {
   EB_SCORE_SOFTMAX_TOPK = 2 /* top-k of the logits, then softmax over the chosen */
 } eb_moe_scoring;
 
-/* In the order of plugins/ops.py ACTIVATIONS. */
-typedef enum eb_activation {
-  EB_SILU = 0,
-  EB_GELU = 1,
-  EB_GELU_TANH = 2,
-  EB_RELU = 3,
-  EB_RELU2 = 4
-} eb_activation;
-
 typedef struct eb_moe_desc {
   int32_t num_experts, top_k;
   int32_t hidden, intermediate;
@@ -50,6 +42,8 @@ typedef struct eb_moe_desc {
   eb_dtype format; /* of the experts' weights, as in eb_quant_linear_desc */
   int32_t block_size, symmetric;
   eb_dtype io_dtype; /* of x and y */
+  float clamp;       /* 0: none; else gate is at most clamp, up within -clamp..clamp, and */
+  float clamp_alpha; /* (up + 1) * gate * sigmoid(clamp_alpha * gate) replaces activation(gate) * up */
 } eb_moe_desc;
 
 typedef struct eb_moe_args {
