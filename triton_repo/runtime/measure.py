@@ -56,6 +56,10 @@ def bench_engine(
     limits = engine.limits
     if new < 2:
         raise ValueError(f"new is {new}; at least 2 tokens are needed to time decoding")
+    if not 1 <= prompt <= limits.max_sequence - new:
+        raise ValueError(
+            f"prompt {prompt} and new {new} must fit this engine's {limits.max_sequence} tokens of a sequence"
+        )
     for batch in batches:
         if not 1 <= batch <= limits.max_batch:
             raise ValueError(f"batch {batch} is outside this engine's 1 to {limits.max_batch}")
