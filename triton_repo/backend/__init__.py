@@ -1,0 +1,1 @@
+"""What runs inside Triton's Python backend: requests in, the engine loop, responses out."""

@@ -1,0 +1,27 @@
+"""Triton's entry point of an EngineBay model. Beside this file: lib/ the code, engine/ the model."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+
+_FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(_FOLDER / "lib"))  # before any EngineBay that may be installed
+
+from enginebay.triton_repo.backend.service import Service  # noqa: E402
+
+
+class TritonPythonModel:
+    """Decoupled: `execute` returns at once, responses follow through each request's sender."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._service = Service(
+            pb_utils, _FOLDER, args["model_config"], args["model_name"], args["model_version"]
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        self._service.accept(requests)
+
+    def finalize(self) -> None:
+        self._service.close()

@@ -1,0 +1,84 @@
+"""Scratch folders of servers, and the sweeping up after those that were killed.
+
+Every server has a folder with a lock file that its processes inherit open and locked. While any of them lives
+the lock is held; once it is free, the folder and the shared memory named after it belong to nobody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where POSIX shared memory lives)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A server's folder. `lock` is an open file descriptor to hand to its processes."""
+
+    folder: Path
+    lock: int
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        """What the names of the server's shared memory regions must start with."""
+        return _prefix(self.folder)
+
+    @staticmethod
+    def create() -> Scratch:
+        """A new folder. Sweeps up what killed servers left."""
+        base = _base()
+        sweep(base)
+        folder = base / secrets.token_hex(6)
+        folder.mkdir()
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Scratch(folder, lock)
+
+    def release(self, timeout: float = 5.0) -> None:
+        """Lets go of the lock and removes the folder as soon as no process of the server is left."""
+        os.close(self.lock)
+        deadline = time.monotonic() + timeout
+        while True:
+            sweep(self.folder.parent)
+            if not self.folder.exists() or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+
+def sweep(base: Path) -> None:
+    """Removes the folders under `base` whose lock is free, with their shared memory."""
+    for folder in base.iterdir():
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # being made
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # in use
+        else:
+            for region in _SHARED_MEMORY.glob(_prefix(folder) + "*"):
+                region.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _prefix(folder: Path) -> str:
+    return f"enginebay_{folder.name}_"
+
+
+def _base() -> Path:
+    """This user's folder; refused where another user made it."""
+    base = Path(tempfile.gettempdir()) / f"enginebay-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.is_symlink() or base.stat().st_uid != os.getuid():
+        raise PermissionError(f"{base}: belongs to another user; remove it or set TMPDIR")
+    return base

@@ -1,0 +1,373 @@
+"""Runs a real Triton server over a model repository: starts it, waits until it is ready, stops it cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from enginebay.triton_repo import serverlog
+from enginebay.triton_repo.backend.control import DRAIN, DRAINED, ENVIRONMENT
+from enginebay.triton_repo.install import ServerInstall, ServerNotFoundError, find_server
+from enginebay.triton_repo.ports import PortBusyError, check_free, free_ports
+from enginebay.triton_repo.scratch import Scratch
+
+__all__ = [
+    "PortBusyError",
+    "ServerError",
+    "ServerNotFoundError",
+    "ServerOptions",
+    "TritonServer",
+    "find_server",
+]
+
+_LAUNCHER = Path(__file__).with_name("launch.py")
+_EXIT_GRACE = 8.0  # seconds that an idle server gets to leave by itself
+_POLL = 0.1
+
+
+class ServerError(RuntimeError):
+    """The server did not start or did not stay up. The message has its own words."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to run the server. A port of 0 takes a free one.
+
+    ready_timeout  seconds to load the models in
+    drain_timeout  seconds that requests in flight get to finish in when the server is stopped
+    exit_on_error  False: stay up, not ready, where a model does not load
+    log            where the server's output goes; None: a scratch file, quoted in errors
+    """
+
+    address: str = "127.0.0.1"
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    ready_timeout: float = 300.0
+    drain_timeout: float = 30.0
+    exit_on_error: bool = True
+    log: Path | None = None
+    arguments: tuple[str, ...] = ()  # more of Triton's own
+
+
+class TritonServer:
+    """A server as a context manager: up and ready inside the `with`, gone after it.
+
+    The server dies with this process, however that ends. `progress` hears what is being waited for.
+
+        with TritonServer(repo) as server:
+            requests.get(server.http_url + "/v2/models/llm")
+
+    Starting raises ServerNotFoundError, PortBusyError, or ServerError with the lines of the log that say why.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        options: ServerOptions | None = None,
+        *,
+        install: ServerInstall | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.repository = repository
+        self.options = options or ServerOptions()
+        self._install = install
+        self._progress = progress or (lambda _: None)
+        self._scratch: Scratch | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+        self._reason = ""
+        self._stopping = False
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self._host(self._ports[0])}"
+
+    @property
+    def grpc_url(self) -> str:
+        """As gRPC clients want it: host:port."""
+        return self._host(self._ports[1])
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._host(self._ports[2])}/metrics"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server has not been started"
+        return self._process.pid
+
+    @property
+    def log_text(self) -> str:
+        """What the server has said so far."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def worker_pids(self) -> list[int]:
+        """The Python backend's workers: one for each model instance."""
+        return [pid for pid, _ in _children(self.pid)]
+
+    def start(self) -> Self:
+        """Starts the server and returns once it is ready (or, without `exit_on_error`, once it has tried)."""
+        if not self.repository.is_dir():
+            raise ServerError(
+                f"{self.repository}: no such folder; make a repository with 'enginebay package ENGINE REPO'"
+            )
+        install = self._install or find_server()
+        self._ports = self._choose_ports()
+        self._scratch = Scratch.create()
+        self._log = self.options.log or self._scratch.folder / "server.log"
+        try:
+            self._spawn(install)
+            self._wait_ready()
+        except BaseException:
+            self.stop(drain=False)
+            raise
+        return self
+
+    def stop(self, *, drain: bool = True) -> None:
+        """Stops the server: new requests are refused, those in flight may finish (see `drain_timeout`).
+
+        Returns when no process of it is left. Idempotent.
+        """
+        if self._scratch is None:
+            return
+        self._stopping = True
+        process = self._process
+        if process is not None:
+            if drain and process.poll() is None:
+                self._drain(process)
+            _kill_group(process.pid)
+            self._ended.wait()
+        self._scratch.release()
+        self._scratch = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the server ends. False if it still runs after `timeout` seconds."""
+        return self._ended.wait(timeout)
+
+    def run_until_signal(self) -> None:
+        """Blocks until SIGINT or SIGTERM, then stops, draining; a second signal cuts the draining short.
+
+        ServerError if the server ends by itself. Main thread only.
+        """
+        signals = 0
+
+        def note(_number: int, _frame: FrameType | None) -> None:
+            nonlocal signals
+            signals += 1
+            if signals > 1 and self._process is not None:
+                _kill_group(self._process.pid)
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while not signals and not self._ended.wait(0.5):
+                pass
+            if not signals:
+                raise ServerError(
+                    f"the Triton server ended: {self._reason}\n{serverlog.summary(self.log_text)}"
+                )
+            self._progress("stopping: requests in flight may finish")
+            self.stop()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def ready(self) -> bool:
+        """Whether the server answers that it and all its models are ready."""
+        return _get_status(f"{self.http_url}/v2/health/ready") == 200
+
+    def model_states(self) -> dict[str, tuple[str, str]]:
+        """Each model's state (READY, UNAVAILABLE, LOADING…) and the reason Triton gives for it."""
+        url = f"{self.http_url}/v2/repository/index"
+        request = urllib.request.Request(url, data=b"{}", method="POST")  # noqa: S310 (an http URL of ours)
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            index = json.load(answer)
+        return {entry["name"]: (entry.get("state", ""), entry.get("reason", "")) for entry in index}
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _host(self, port: int) -> str:
+        address = self.options.address
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)  # noqa: S104 (compared only)
+        return f"{reachable}:{port}"
+
+    def _choose_ports(self) -> list[int]:
+        wanted = [
+            (self.options.http_port, "HTTP", "--http-port"),
+            (self.options.grpc_port, "gRPC", "--grpc-port"),
+            (self.options.metrics_port, "metrics", "--metrics-port"),
+        ]
+        for port, purpose, option in wanted:
+            if port:
+                check_free(self.options.address, port, purpose, option)
+        free = iter(free_ports(self.options.address, len(wanted)))
+        return [port or next(free) for port, _, _ in wanted]
+
+    def _command(self, install: ServerInstall, scratch: Scratch) -> list[str]:
+        options = self.options
+        http, grpc, metrics = self._ports
+        return [
+            str(install.binary),
+            f"--model-repository={self.repository.resolve()}",
+            f"--backend-directory={install.backend_folder(scratch.folder)}",
+            f"--backend-config=python,shm-region-prefix-name={scratch.shared_memory_prefix}",
+            *(f"--{kind}-address={options.address}" for kind in ("http", "grpc", "metrics")),
+            f"--http-port={http}",
+            f"--grpc-port={grpc}",
+            f"--metrics-port={metrics}",
+            "--allow-gpu-metrics=false",
+            f"--exit-timeout-secs={max(1, round(options.drain_timeout))}",
+            f"--exit-on-error={str(options.exit_on_error).lower()}",
+            *options.arguments,
+        ]
+
+    def _spawn(self, install: ServerInstall) -> None:
+        """Starts the process from a thread that lives as long as it does: PR_SET_PDEATHSIG fires when the
+        thread that started the process ends, not only when the whole parent does."""
+        assert self._scratch is not None
+        scratch = self._scratch
+        command = [
+            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+            *self._command(install, scratch),
+        ]
+        environment = {**install.environment(), ENVIRONMENT: str(scratch.folder)}
+        started = threading.Event()
+        failure: list[OSError] = []
+
+        def keep() -> None:
+            try:
+                with self._log.open("wb") as log:
+                    self._process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                        pass_fds=(scratch.lock,),
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                failure.append(error)
+                return
+            finally:
+                started.set()
+            self._watch(self._process)
+
+        threading.Thread(target=keep, name="triton-server", daemon=True).start()
+        started.wait()
+        if failure:
+            raise ServerError(f"{install.binary}: cannot be started: {failure[0]}") from failure[0]
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Follows the process to its end. A server whose worker died would leave its streams hanging for ever
+        and still call itself ready, so it is ended too."""
+        while True:
+            try:
+                status = process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                dead = [pid for pid, state in _children(process.pid) if state == "Z"]
+                if dead and not self._stopping:
+                    self._reason = f"its Python worker (process {dead[0]}) died"
+                    _kill_group(process.pid)
+                continue
+            self._reason = self._reason or f"exit status {status}"
+            _kill_group(process.pid)
+            self._ended.set()
+            return
+
+    def _wait_ready(self) -> None:
+        began = time.monotonic()
+        self._progress("starting the Triton server")
+        while not self._ended.is_set():
+            if self.ready():
+                return
+            if not self.options.exit_on_error and self._settled():
+                return
+            if time.monotonic() - began > self.options.ready_timeout:
+                raise ServerError(
+                    f"the Triton server was not ready after {self.options.ready_timeout:g} s\n"
+                    + serverlog.summary(self.log_text)
+                )
+            time.sleep(_POLL)
+            self._progress(f"loading the models, {time.monotonic() - began:.0f} s")
+        raise ServerError(
+            f"the Triton server did not start ({self._reason}):\n{serverlog.summary(self.log_text)}"
+        )
+
+    def _settled(self) -> bool:
+        """Whether every model has been loaded or given up."""
+        try:
+            states = self.model_states()
+        except OSError:
+            return False
+        return bool(states) and all(state in ("READY", "UNAVAILABLE") for state, _ in states.values())
+
+    def _drain(self, process: subprocess.Popen[bytes]) -> None:
+        """Triton's own shutdown lets requests finish but still takes new ones over gRPC, and may wait for
+        streams that are idle. So the models are told too, and say when they are done (backend/control.py)."""
+        assert self._scratch is not None
+        folder = self._scratch.folder
+        (folder / DRAIN).touch()
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.options.drain_timeout + _EXIT_GRACE
+        idle_since: float | None = None
+        while time.monotonic() < deadline:
+            if self._ended.wait(_POLL):
+                return
+            if idle_since is None and (folder / DRAINED).exists():
+                idle_since = time.monotonic()
+            if idle_since is not None and time.monotonic() - idle_since > _EXIT_GRACE:
+                return
+
+
+def _children(pid: int) -> list[tuple[int, str]]:
+    """Child processes and their state letters (Z: dead)."""
+    children = []
+    for entry in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in _read(entry).split():
+            state = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()[:1]
+            if state:
+                children.append((int(child), state[0]))
+    return children
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # gone
+        return ""
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _get_status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 (an http URL of ours)
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
