@@ -36,6 +36,7 @@ from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
 from enginebay.builder.targets.base import CacheLayout
 from enginebay.builder.weights import SidecarWriter
+from enginebay.plugins import ops
 
 ENGINE, WEIGHTS, REPORT = "engine.onnx", "weights.bin", "report.json"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
@@ -131,7 +132,7 @@ def build_engine(
             config=config.to_dict(),
             model=source.spec_document,
             target=where.record,
-            plugins=PluginRecord(where.plugins.op_table, packer.layouts, where.plugins.sha256),
+            plugins=PluginRecord(_ops(source.model.graph), packer.layouts, where.plugins.sha256),
             opset=source.model.graph.opset_imports[""],
             quantization=QuantizationRecord(chosen.name, layers),
             cache_groups=_cache_groups(source, cache),
@@ -204,6 +205,12 @@ def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: 
             if progress is not None:
                 progress(done, total, name)
         return sidecar.nbytes
+
+
+def _ops(graph: ir.Graph) -> dict[str, int]:
+    """The EngineBay ops of the graph and their versions."""
+    used = {node.op_type for node in graph.all_nodes() if node.domain == ops.DOMAIN}
+    return {name: ops.op(name).version for name in sorted(used)}
 
 
 def _nbytes(value: ir.Value) -> int:

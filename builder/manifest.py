@@ -6,10 +6,11 @@ machine.
 
 What must agree, and how strictly:
 
-* strict: schema version; EngineBay's major.minor version; target; the target library's exact version; the op
-  table; the weight layout of every format the engine holds; size and identity of every file.
+* strict: schema version; EngineBay's major.minor version; target; the target library's exact version; the
+  version of every op in the graph; the weight layout of every format the engine holds; size and identity of
+  every file.
 * reported, not refused: EngineBay's patch version and the plugin library's hash. A library rebuilt from the
-  same sources by another compiler has another hash, but the op table and the layouts say what it can read.
+  same sources by another compiler has another hash, but ops and layouts say what it can read.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class TargetRecord:
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """The kernel library the weights were packed by. `layouts`: weight format key -> layout name and
-    version."""
+    """The kernel library the weights were packed by.
 
-    op_table: str
+    `ops`: op the graph uses -> version; `layouts`: weight format key -> layout name and version.
+    """
+
+    ops: Mapping[str, int]
     layouts: Mapping[str, str]
     library_sha256: str
 
@@ -131,12 +134,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class RuntimeFacts:
-    """This machine, as `check` compares it. `layouts` need only hold the formats of the engine."""
+    """This machine, as `check` compares it. `layouts` need only hold the formats of the engine; `ops` are
+    those its kernel library has."""
 
     target: str
     library: str
     library_version: str
-    op_table: str
+    ops: Mapping[str, int]
     layouts: Mapping[str, str]
     plugin_sha256: str
 
@@ -254,7 +258,8 @@ class EngineManifest:
         differ("target.name", self.target.name, facts.target)
         differ("target.library", self.target.library, facts.library)
         differ("target.library_version", self.target.library_version, facts.library_version)
-        differ("plugins.op_table", self.plugins.op_table, facts.op_table)
+        for op, version in self.plugins.ops.items():
+            differ(f"plugins.ops.{op}", version, facts.ops.get(op, "none"))
         for key, layout in self.plugins.layouts.items():
             differ(f"plugins.layouts.{key}", layout, facts.layouts.get(key, "none"))
         if problems:
@@ -262,7 +267,7 @@ class EngineManifest:
         if self.plugins.library_sha256 != facts.plugin_sha256:
             notes.append(
                 f"{where}: plugins.library_sha256: built with {self.plugins.library_sha256[:12]}, running "
-                f"{facts.plugin_sha256[:12]}; accepted, as op table and weight layouts agree"
+                f"{facts.plugin_sha256[:12]}; accepted, as ops and weight layouts agree"
             )
         return notes
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.rtn import QuantizedRows
-from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary, PluginError, library_hash
 
 
@@ -25,11 +24,6 @@ class CpuPackingLibrary:
 
     def __init__(self) -> None:
         self._library = KernelLibrary()
-
-    @property
-    def op_table(self) -> str:
-        """Every op and its version; loading the library checked that it has exactly these."""
-        return ";".join(f"{op.name}={op.version}" for op in ops.OPS)
 
     @cached_property
     def sha256(self) -> str:

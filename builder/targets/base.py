@@ -28,9 +28,6 @@ class PluginLibrary(PackingLibrary, Protocol):
     """The target's kernel library: packs weights and says what it implements."""
 
     @property
-    def op_table(self) -> str: ...
-
-    @property
     def sha256(self) -> str: ...
 
 

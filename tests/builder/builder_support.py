@@ -21,7 +21,6 @@ DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16, "i8": np.int8,
 class PlainLibrary:
     """Packs a row's values, scales and minimums side by side."""
 
-    op_table = "PagedAttention=1;QuantLinear=1;Embedding=1;AddRMSNorm=1;GatedActivation=1"
     sha256 = "0" * 64
 
     def packed_bytes(self, fmt: WeightFormat, shape: tuple[int, int]) -> int:

@@ -17,6 +17,7 @@ from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.recipes import Override
 from enginebay.builder.targets import PLANNED, TargetError
 from enginebay.builder.targets.ort_cpu import OrtCpu
+from enginebay.plugins import ops
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def facts(manifest: EngineManifest) -> RuntimeFacts:
         record.name,
         record.library,
         record.library_version,
-        PlainLibrary.op_table,
+        {op.name: op.version for op in ops.OPS},
         {key: f"plain-{key.split('.')[0]}@1" for key in manifest.plugins.layouts},
         PlainLibrary.sha256,
     )

@@ -174,7 +174,7 @@ def machine_facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFa
         target="ort-cpu",
         library="onnxruntime",
         library_version=ort.__version__,
-        op_table=";".join(f"{op.name}={op.version}" for op in ops.OPS),  # as loading the library checked
+        ops={op.name: op.version for op in ops.OPS},  # as loading the library checked
         layouts=layouts,
         plugin_sha256=library_hash(library.path),
     )
