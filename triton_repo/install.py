@@ -65,7 +65,7 @@ class ServerInstall:
 
 
 def find_server(binary: Path | None = None) -> ServerInstall:
-    """The server to use: `binary` if given, else `tritonserver` on PATH, else where NVIDIA's container has it,
+    """The server to use: `binary` if given, else `tritonserver` on PATH, else NVIDIA's container's,
     else the one in this environment's `nvidia-pytriton` wheel. ServerNotFoundError where there is none."""
     if binary is not None:
         if not os.access(binary, os.X_OK):

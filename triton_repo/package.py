@@ -28,7 +28,7 @@ class PackageError(ValueError):
 
 @dataclass(frozen=True)
 class PackageConfig:
-    """`name` is the model's in Triton. `link`: hard links to the engine's files, not copies, where possible."""
+    """`name` is the model's in Triton. `link`: hard links to the engine's files where possible."""
 
     name: str = "llm"
     settings: ServingSettings = field(default_factory=ServingSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -35,6 +36,8 @@ __all__ = [
 _LAUNCHER = Path(__file__).with_name("launch.py")
 _EXIT_GRACE = 8.0  # seconds that an idle server gets to leave by itself
 _POLL = 0.1
+_WATCH = 0.5
+_LOOKS = 20
 
 
 class ServerError(RuntimeError):
@@ -116,7 +119,7 @@ class TritonServer:
 
     def worker_pids(self) -> list[int]:
         """The Python backend's workers: one for each model instance."""
-        return [pid for pid, _ in _children(self.pid)]
+        return sorted(_children(self.pid))
 
     def start(self) -> Self:
         """Starts the server and returns once it is ready (or, without `exit_on_error`, once it has tried)."""
@@ -279,13 +282,16 @@ class TritonServer:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Follows the process to its end. A server whose worker died would leave its streams hanging for ever
         and still call itself ready, so it is ended too."""
-        while True:
+        workers: list[int] = []
+        for look in itertools.count():
             try:
-                status = process.wait(0.5)
+                status = process.wait(_WATCH)
             except subprocess.TimeoutExpired:
-                dead = [pid for pid, state in _children(process.pid) if state == "Z"]
+                if not workers or look % _LOOKS == 0:  # looking through all of /proc takes a while
+                    workers = sorted(_children(process.pid))
+                dead = [pid for pid in workers if _stat(Path(f"/proc/{pid}/stat"))[:1] == ["Z"]]
                 if dead and not self._stopping:
-                    self._reason = f"its Python worker (process {dead[0]}) died"
+                    self._reason = f"its Python worker, process {dead[0]}, died"
                     _kill_group(process.pid)
                 continue
             self._reason = self._reason or f"exit status {status}"
@@ -338,22 +344,22 @@ class TritonServer:
                 return
 
 
-def _children(pid: int) -> list[tuple[int, str]]:
+def _children(pid: int) -> dict[int, str]:
     """Child processes and their state letters (Z: dead)."""
-    children = []
-    for entry in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in _read(entry).split():
-            state = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()[:1]
-            if state:
-                children.append((int(child), state[0]))
-    return children
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(entry)
+        if fields and int(fields[1]) == pid:
+            found[int(entry.parent.name)] = fields[0]
+    return found
 
 
-def _read(path: Path) -> str:
+def _stat(path: Path) -> list[str]:
+    """The fields of a stat file after the process's name: state, parent, …; none where it is gone."""
     try:
-        return path.read_text()
-    except OSError:  # gone
-        return ""
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _kill_group(pid: int) -> None:
