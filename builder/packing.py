@@ -11,9 +11,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.formats import WeightFormat
+from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
-from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows, quantize_rows
+from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
 from enginebay.builder.weights import WeightMatrix
+from enginebay.plugins.ops import EXPERT_ALIGNMENT
 
 
 class PackingLibrary(Protocol):
@@ -28,34 +30,6 @@ class PackingLibrary(Protocol):
     def layout(self, fmt: WeightFormat, shape: tuple[int, int]) -> str: ...
 
     def pack(self, weights: QuantizedRows) -> NDArray[np.uint8]: ...
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """A weight matrix, the layer that asked for it, and the format it gets."""
-
-    layer: str
-    matrix: WeightMatrix
-    format: WeightFormat
-
-
-class Quantizer(Protocol):
-    """Gives a layer's weights in its format, rows in order, in whole ROW_GROUPs; says by which method."""
-
-    def method(self, plan: LayerPlan) -> str: ...
-
-    def rows(self, plan: LayerPlan) -> Iterator[QuantizedRows]: ...
-
-
-class RoundToNearest:
-    """Each weight to the nearest point of its block's grid; needs no calibration."""
-
-    def method(self, plan: LayerPlan) -> str:
-        return "cast" if plan.format.is_float else "rtn"
-
-    def rows(self, plan: LayerPlan) -> Iterator[QuantizedRows]:
-        for start, chunk in plan.matrix.chunks():
-            yield quantize_rows(chunk, plan.format, plan.matrix.name, start)
 
 
 @dataclass(frozen=True)
@@ -90,7 +64,7 @@ class WeightPacker:
         self._library = library
         self._quantizer = quantizer
         self._placed: dict[str, Placed] = {}
-        self._plans: dict[str, LayerPlan] = {}
+        self._plans: dict[str, tuple[LayerPlan, ...]] = {}
         self.layouts: dict[str, str] = {}
         self.results: list[LayerResult] = []
 
@@ -104,9 +78,29 @@ class WeightPacker:
         matrix = WeightMatrix(weight.name, weight.const_value)
         fmt = self._recipe.format_of(layer, matrix.shape, role)
         size = self._library.packed_bytes(fmt, matrix.shape)
-        name = f"{weight.name}.packed"
-        self._plans[name] = LayerPlan(layer, matrix, fmt)
-        self.layouts[fmt.key] = self._library.layout(fmt, matrix.shape)
+        value = self._register(graph, weight.name, (LayerPlan(layer, matrix, fmt),), size)
+        rows, columns = matrix.shape
+        attributes = {"in_features": columns, "out_features": rows, **_format_attributes(fmt, columns)}
+        self._placed[weight.name] = Placed(value, attributes)
+        return self._placed[weight.name]
+
+    def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value) -> Placed:
+        """The packed form of initializer `weight` [experts, N, K]: one expert after another, each at a
+        multiple of EXPERT_ALIGNMENT bytes. The attributes are those of the format alone."""
+        assert weight.name is not None
+        assert weight.const_value is not None
+        matrices = expert_matrices(weight.name, weight.const_value)
+        fmt = self._recipe.format_of(layer, matrices[0].shape)
+        size = self._library.packed_bytes(fmt, matrices[0].shape)
+        padding = -size % EXPERT_ALIGNMENT
+        plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
+        value = self._register(graph, weight.name, plans, len(plans) * (size + padding))
+        return Placed(value, _format_attributes(fmt, matrices[0].shape[1]))
+
+    def _register(self, graph: ir.Graph, weight: str, plans: tuple[LayerPlan, ...], size: int) -> ir.Value:
+        name = f"{weight}.packed"
+        self._plans[name] = plans
+        self.layouts[plans[0].format.key] = self._library.layout(plans[0].format, plans[0].matrix.shape)
         tensor = ir.LazyTensor(
             lambda: ir.tensor(np.concatenate(list(self.pack(name)))),
             ir.DataType.UINT8,
@@ -117,16 +111,7 @@ class WeightPacker:
             name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.UINT8), const_value=tensor
         )
         graph.register_initializer(value)
-        rows, columns = matrix.shape
-        attributes: dict[str, int | float | str] = {
-            "in_features": columns,
-            "out_features": rows,
-            "format": fmt.kind,
-            "block_size": 0 if fmt.is_float else fmt.scale_block(columns),
-            "symmetric": int(fmt.symmetric),
-        }
-        self._placed[weight.name] = Placed(value, attributes)
-        return self._placed[weight.name]
+        return value
 
     def is_packed(self, name: str) -> bool:
         """Whether the initializer `name` is one of ours."""
@@ -134,32 +119,70 @@ class WeightPacker:
 
     def pack(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of packed initializer `name`, a group of rows at a time; then its entry in `results`."""
-        plan = self._plans[name]
+        plans = self._plans[name]
         squares = lost = worst = 0.0
-        start = size = 0
-        for part in self._quantizer.rows(plan):
-            stop = start + len(part.values)
-            exact = plan.matrix.rows(start, stop)
-            difference = dequantize_rows(part) - exact
-            squares += float(np.vdot(exact, exact))
-            lost += float(np.vdot(difference, difference))
-            worst = max(worst, float(np.abs(difference).max(initial=0.0)))
-            packed = self._library.pack(part)
-            yield packed
-            start, size = stop, size + packed.nbytes
-        assert start == plan.matrix.shape[0], (
-            f"{plan.layer}: {start} of {plan.matrix.shape[0]} rows quantised"
-        )
+        size = 0
+        for plan in plans:
+            start = 0
+            for chunk in self._quantizer.rows(plan):
+                difference = dequantize_rows(chunk.rows) - chunk.exact
+                squares += float(np.vdot(chunk.exact, chunk.exact))
+                lost += float(np.vdot(difference, difference))
+                worst = max(worst, float(np.abs(difference).max(initial=0.0)))
+                packed = self._library.pack(chunk.rows)
+                yield packed
+                start, size = start + len(chunk.exact), size + packed.nbytes
+            assert start == plan.matrix.shape[0], (
+                f"{plan.layer}: {start} of {plan.matrix.shape[0]} rows quantised"
+            )
+            if plan.padding:
+                yield np.zeros(plan.padding, np.uint8)
+                size += plan.padding
+        first = plans[0]
+        rows, columns = first.matrix.shape
         self.results.append(
             LayerResult(
-                layer=plan.layer,
-                tensor=plan.matrix.name,
-                shape=plan.matrix.shape,
-                format=plan.format,
-                method=self._quantizer.method(plan),
-                source_bytes=plan.matrix.nbytes,
+                layer=first.layer,
+                tensor=name.removesuffix(".packed"),
+                shape=(len(plans) * rows, columns),
+                format=first.format,
+                method=self._quantizer.method(first),
+                source_bytes=sum(plan.matrix.nbytes for plan in plans),
                 packed_bytes=size,
                 relative_error=(lost / squares) ** 0.5 if squares else 0.0,
                 max_error=worst,
             )
         )
+
+
+def expert_matrices(name: str, tensor: ir.TensorProtocol) -> list[WeightMatrix]:
+    """The matrices [N, K] of a weight [experts, N, K], by view: nothing is read."""
+    experts, rows, columns = (int(dim) for dim in tensor.shape.numpy())
+    names = [f"{name}[{expert}]" for expert in range(experts)]
+    if not isinstance(tensor, ir.ExternalTensor):
+        values = tensor.numpy()
+        return [WeightMatrix(label, ir.tensor(values[index])) for index, label in enumerate(names)]
+    size = rows * columns * tensor.dtype.numpy().itemsize
+    return [
+        WeightMatrix(
+            label,
+            ir.ExternalTensor(
+                tensor.location,
+                (tensor.offset or 0) + index * size,
+                size,
+                tensor.dtype,
+                shape=ir.Shape([rows, columns]),
+                name=label,
+                base_dir=tensor.base_dir,
+            ),
+        )
+        for index, label in enumerate(names)
+    ]
+
+
+def _format_attributes(fmt: WeightFormat, columns: int) -> dict[str, int | float | str]:
+    return {
+        "format": fmt.kind,
+        "block_size": 0 if fmt.is_float else fmt.scale_block(columns),
+        "symmetric": int(fmt.symmetric),
+    }

@@ -199,6 +199,8 @@ MOE = Op(
     attributes=_ROUTING,
 )
 
+EXPERT_ALIGNMENT = 256  # bytes; every expert's packed weights begin at a multiple of it
+
 QUANT_MOE = Op(
     name="QuantMoE",
     version=1,
