@@ -30,7 +30,8 @@ from enginebay.builder.manifest import (
     QuantizationRecord,
     enginebay_version,
 )
-from enginebay.builder.packing import RoundToNearest, WeightPacker
+from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import Override, recipe
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target

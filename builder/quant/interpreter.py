@@ -146,16 +146,15 @@ class Interpreter:
     def _attention(self, node: ir.Node, values: Values) -> Array:
         """A pool of this layer alone: the kernel writes it and reads it within the step."""
         names = [param.name for param in ops.PAGED_ATTENTION.inputs]
-        cache = node.inputs[1]
-        assert cache is not None
-        assert cache.shape is not None
-        pool = np.zeros((self._batch.blocks, 2, BLOCK_SIZE, *map(int, list(cache.shape)[3:])), np.float32)
-        inputs = {
+        cache = node.inputs[ops.PAGED_ATTENTION.input_index("cache")]
+        attributes: dict[str, Any] = {key: attribute.value for key, attribute in node.attributes.items()}
+        width = (attributes["num_kv_heads"], attributes["head_dim"])
+        pool = np.zeros((self._batch.blocks, 2, BLOCK_SIZE, *width), np.float32)
+        inputs: dict[str, Any] = {
             name: self.read(value, values)
             for name, value in zip(names, node.inputs, strict=False)
             if value is not None and value is not cache
         }
-        attributes: dict[str, Any] = {key: attribute.value for key, attribute in node.attributes.items()}
         return self._kernels.run_attention(cache=pool, **inputs, **attributes)
 
 
@@ -185,7 +184,8 @@ def _split(node: ir.Node, inputs: list[Array]) -> list[Array]:
 
 
 def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-np.maximum(x, np.float32(-80))))
+    result: Array = 1 / (1 + np.exp(-np.maximum(x, np.float32(-80))))
+    return result
 
 
 def _gelu(node: ir.Node, inputs: list[Array]) -> list[Array]:

@@ -16,7 +16,8 @@ from enginebay.builder.lower.gated_activation import fuse_gated_activation
 from enginebay.builder.lower.graph import remove_dead
 from enginebay.builder.lower.quant_linear import lower_linears
 from enginebay.builder.lower.select_rows import select_rows_early
-from enginebay.builder.packing import RoundToNearest, WeightPacker
+from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
 from enginebay.builder.targets.base import CacheLayout, TargetError
 from enginebay.builder.targets.ort_cpu import OrtCpu
