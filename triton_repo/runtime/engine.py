@@ -21,6 +21,9 @@ class EngineLimits:
     max_step_tokens: int  # tokens of a step
     block_size: int
     num_blocks: int
+    # Where not 0: a sequence that knows more tokens than this reads another RoPE table, by positions shifted
+    # by this much, and what it computed before is of no use to it.
+    rope_switch: int = 0
 
 
 @dataclass(frozen=True)

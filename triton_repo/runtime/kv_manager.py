@@ -21,11 +21,12 @@ class Namespace:
     """What cached keys and values depend on beside the tokens.
 
     `lora` is (adapter id, load generation): an adapter loaded again under its name is another adapter.
-    `salt` keeps tenants apart.
+    `salt` keeps tenants apart. `long_rope`: beyond the switch of a model with two RoPE tables.
     """
 
     lora: tuple[str, int] | None = None
     salt: str | None = None
+    long_rope: bool = False
 
     def root(self) -> bytes:
         """The parent digest of a sequence's first block. Each field is tagged and carries its length."""
@@ -36,6 +37,8 @@ class Namespace:
         if self.salt is not None:
             salt = self.salt.encode()
             digest.update(b"S%d:" % len(salt) + salt)
+        if self.long_rope:
+            digest.update(b"R")
         return digest.digest()
 
 
@@ -47,6 +50,7 @@ class BlockTable:
         self.length = 0
         self.published = 0  # leading blocks that are in the prefix cache, or whose twin is
         self.digests: list[bytes] = []
+        self.namespace = namespace
         self._root = namespace.root()
 
     @property

@@ -40,6 +40,8 @@ class Packer:
         position_ids: Int32 = token + (starts - query_start[:-1])[rows]
         block, offset = np.divmod(position_ids, np.int32(self._block_size))
         slot_mapping: Int32 = block_table[rows, block] * np.int32(self._block_size) + offset
+        if any(chunk.position_shift for chunk in chunks):
+            position_ids += np.array([chunk.position_shift for chunk in chunks], np.int32)[rows]
 
         # A token's row is wanted where it is among the last `samples` of its chunk.
         wanted = token >= (query_start[1:] - samples)[rows]

@@ -21,6 +21,7 @@ class Chunk:
     tokens: Int32  # [count]
     blocks: Int32  # [n] block ids that hold the positions up to start + count
     samples: int
+    position_shift: int = 0  # added to the position ids, not to the slots
 
     @property
     def end(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enginebay.triton_repo.runtime.admission import check_request
 from enginebay.triton_repo.runtime.block_pool import BlockPool
 from enginebay.triton_repo.runtime.engine import EngineLimits
-from enginebay.triton_repo.runtime.kv_manager import BlockTable, KVManager, Namespace
+from enginebay.triton_repo.runtime.kv_manager import KVManager, Namespace
 from enginebay.triton_repo.runtime.plan import Chunk, StepPlan
 from enginebay.triton_repo.runtime.request import FinishReason, Request
 from enginebay.triton_repo.runtime.sequence import Sequence, Status
@@ -107,8 +107,6 @@ class Scheduler:
         stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= self._eos_ids
-        most = len(request.prompt_ids) + room - 1
-        table = BlockTable(self.kv.blocks_for(most), namespace or Namespace(salt=request.salt))
         self._arrivals += 1
         sequence = Sequence(
             request,
@@ -116,7 +114,8 @@ class Scheduler:
             arrival=self._arrivals,
             rank=self._arrivals + request.priority * self._stride,
             stop_ids=stop_ids,
-            table=table,
+            namespace=namespace or Namespace(salt=request.salt),
+            limits=self.limits,
         )
         self._live[request.id] = sequence
         insort(self._waiting, sequence, key=_order)
@@ -181,6 +180,9 @@ class Scheduler:
             self.kv.publish(sequence.table, sequence.tokens, sequence.computed)
             if event.finish_reason is not None:
                 self.finish(sequence)
+            elif sequence.long_rope and not sequence.table.namespace.long_rope:
+                self._stop_running(sequence)  # to be computed again from its first token
+                sequence.renew_table()
             if event.tokens:
                 events.append(event)
                 self.counters.generated_tokens += len(event.tokens)
@@ -212,6 +214,7 @@ class Scheduler:
             tokens=sequence.tokens[start : start + count],
             blocks=sequence.table.blocks,
             samples=1 if count == sequence.pending else 0,
+            position_shift=self.limits.rope_switch if sequence.long_rope else 0,
         )
 
     def _start_waiting(self, chunks: dict[Sequence, Chunk], budget: int) -> None:
@@ -251,14 +254,17 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, chunks: dict[Sequence, Chunk]) -> int:
         """Sends a running sequence back to wait. Returns the tokens of this step that become free."""
+        self._stop_running(sequence)
+        self.counters.preemptions += 1
+        dropped = chunks.pop(sequence, None)
+        return len(dropped.tokens) if dropped else 0
+
+    def _stop_running(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self.kv.close(sequence.table)
         sequence.computed = 0
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_order)
-        self.counters.preemptions += 1
-        dropped = chunks.pop(sequence, None)
-        return len(dropped.tokens) if dropped else 0
 
     @staticmethod
     def _accept(sequence: Sequence, tokens: Items[int]) -> TokenEvent:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
 
-from enginebay.triton_repo.runtime.engine import Int32
-from enginebay.triton_repo.runtime.kv_manager import BlockTable
+from enginebay.triton_repo.runtime.engine import EngineLimits, Int32
+from enginebay.triton_repo.runtime.kv_manager import BlockTable, Namespace
 from enginebay.triton_repo.runtime.request import Request
 
 
@@ -32,21 +33,23 @@ class Sequence:
         arrival: int,
         rank: int,
         stop_ids: frozenset[int],
-        table: BlockTable,
+        namespace: Namespace,
+        limits: EngineLimits,
     ) -> None:
         self.request = request
         self.max_new_tokens = max_new_tokens
         self.arrival = arrival
         self.order = (rank, arrival)  # the lowest runs first, the highest is preempted first
         self.stop_ids = stop_ids  # tokens that end the sequence
-        self.table = table
         self.status = Status.WAITING
         self.prompt_length = len(request.prompt_ids)
         self.known = self.prompt_length
         self.computed = 0
         self.cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first start
+        self._limits = limits
         self._tokens: Int32 = np.empty(self.prompt_length + max_new_tokens, np.int32)
         self._tokens[: self.known] = request.prompt_ids
+        self.table = self._new_table(namespace)
 
     @property
     def id(self) -> str:
@@ -74,3 +77,17 @@ class Sequence:
     def append(self, token: int) -> None:
         self._tokens[self.known] = token
         self.known += 1
+
+    @property
+    def long_rope(self) -> bool:
+        """Whether it is longer than the model's first RoPE table."""
+        return 0 < self._limits.rope_switch < self.known
+
+    def renew_table(self) -> None:
+        """Replaces the table, which is empty, by one for the sequence's present length."""
+        assert self.table.length == 0
+        self.table = self._new_table(self.table.namespace)
+
+    def _new_table(self, namespace: Namespace) -> BlockTable:
+        capacity = -(-self.cache_limit // self._limits.block_size)
+        return BlockTable(capacity, replace(namespace, long_rope=self.long_rope))

@@ -58,17 +58,24 @@ class HashEngine:
         assert inputs.block_table.min() >= 0
         assert inputs.block_table.max() < limits.num_blocks
         assert np.all(inputs.kv_len <= limits.max_sequence)
+        if limits.rope_switch:  # a sequence computes all its tokens with one table, the one for its length
+            long = inputs.position_ids[inputs.query_start[:-1]] >= limits.rope_switch
+            assert np.all(long >= (inputs.kv_len > limits.rope_switch))
 
     def _row(self, inputs: StepInputs, row: int) -> NDArray[np.float32]:
         sequence = int(np.searchsorted(inputs.query_start, row, side="right")) - 1
-        seen = int(inputs.position_ids[row]) + 1
+        switch = self.limits.rope_switch
+        shift = switch if switch and inputs.position_ids[row] >= switch else 0
+        seen = int(inputs.position_ids[row]) + 1 - shift
         last = int(inputs.query_start[sequence + 1]) - 1
-        assert inputs.kv_len[sequence] == inputs.position_ids[last] + 1
+        assert inputs.kv_len[sequence] == inputs.position_ids[last] + 1 - shift
         positions = np.arange(seen)
         size = self.limits.block_size
         slots = inputs.block_table[sequence, positions // size].astype(np.int64) * size + positions % size
         tokens, places = self.cache[slots, 0], self.cache[slots, 1]
-        assert np.array_equal(places, positions), "the cache holds other positions than the table says"
+        assert np.array_equal(places, positions + shift), (
+            "the cache holds other positions than the table says"
+        )
         return logits_of(tokens.tolist(), self.limits.vocab_size)
 
 

@@ -39,6 +39,9 @@ NAMESPACES = [
     Namespace(lora=("", 0)),
     Namespace(lora=("AG1:", 1)),
     Namespace(salt="L1:AG1:"),
+    Namespace(long_rope=True),
+    Namespace(salt="A", long_rope=True),
+    Namespace(salt="AR"),
 ]
 
 

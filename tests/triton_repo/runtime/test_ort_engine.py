@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from fakes import Collector
+from fakes import LIMITS, Collector
 from tiny_engine import VOCAB
 
 from enginebay.builder.manifest import EngineManifest, FileRecord, ManifestError
 from enginebay.triton_repo.runtime.engine import StepInputs
-from enginebay.triton_repo.runtime.kv_manager import BlockTable, Namespace
+from enginebay.triton_repo.runtime.kv_manager import Namespace
 from enginebay.triton_repo.runtime.loop import EngineLoop, LoopConfig
 from enginebay.triton_repo.runtime.ort_engine import EngineLoadError, EngineOptions, OrtEngine
 from enginebay.triton_repo.runtime.pack import Packer
@@ -45,7 +45,13 @@ def chunk(tokens: np.ndarray, start: int, end: int, blocks: np.ndarray) -> Chunk
     """Tokens [start, end) of a sequence in these blocks, with logits for all of them."""
     request = Request("r", tuple(tokens.tolist()))
     sequence = Sequence(
-        request, max_new_tokens=1, arrival=0, rank=0, stop_ids=frozenset(), table=BlockTable(1, Namespace())
+        request,
+        max_new_tokens=1,
+        arrival=0,
+        rank=0,
+        stop_ids=frozenset(),
+        namespace=Namespace(),
+        limits=LIMITS,
     )
     return Chunk(sequence, start, tokens[start:end], blocks, samples=end - start)
 

@@ -9,7 +9,7 @@ from fakes import LIMITS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginebay.triton_repo.runtime.kv_manager import BlockTable, Namespace
+from enginebay.triton_repo.runtime.kv_manager import Namespace
 from enginebay.triton_repo.runtime.pack import Packer
 from enginebay.triton_repo.runtime.plan import Chunk, StepPlan
 from enginebay.triton_repo.runtime.request import Request
@@ -21,7 +21,8 @@ SEQUENCE = Sequence(
     arrival=0,
     rank=0,
     stop_ids=frozenset(),
-    table=BlockTable(1, Namespace()),
+    namespace=Namespace(),
+    limits=LIMITS,
 )
 
 

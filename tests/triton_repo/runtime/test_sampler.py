@@ -37,20 +37,20 @@ def sorted_reference(row: np.ndarray, params: SamplingParams) -> dict[int, float
     weights = np.exp(scaled)
     total, kept, mass = weights.sum(), 0, 0.0
     for weight in weights:
-        if kept and mass >= params.top_p * total:
+        if kept and params.top_p < 1 and mass >= params.top_p * total:
             break
         kept, mass = kept + 1, mass + weight
     order, weights = order[:kept], weights[:kept]
     keep = [(i, w) for i, w in zip(order, weights, strict=True) if w >= params.min_p]
     mass = sum(w for _, w in keep)
-    return {i: w / mass for i, w in keep}
+    return {i: w / mass for i, w in keep if w >= 1e-37}  # float32 has no smaller weights
 
 
 def distribution(row: np.ndarray, params: SamplingParams) -> dict[int, float]:
     ids, weights = candidates(row, params)
     ids = np.arange(len(row)) if ids is None else ids
     total = weights.sum()
-    return {int(i): float(w / total) for i, w in zip(ids, weights, strict=True) if w > 0}
+    return {int(i): float(w / total) for i, w in zip(ids, weights, strict=True) if w >= 1e-37}
 
 
 @settings(max_examples=150, deadline=None)

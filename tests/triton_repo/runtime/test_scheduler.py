@@ -16,15 +16,20 @@ from enginebay.triton_repo.runtime.request import Request, RequestError
 from enginebay.triton_repo.runtime.scheduler import Scheduler, SchedulerConfig
 from enginebay.triton_repo.runtime.sequence import Status
 
+LONG = replace(
+    LIMITS, num_blocks=14, block_size=4, max_batch=4, max_step_tokens=10, max_sequence=40, rope_switch=20
+)
 SMALL = replace(LIMITS, num_blocks=12, block_size=4, max_batch=4, max_step_tokens=10, max_sequence=40)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests of few distinct prompts come, run, are preempted, hit the prefix cache and are cancelled."""
 
+    limits = SMALL
+
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(SMALL)
+        self.driver = Driver(self.limits)
         self.requests: dict[str, Request] = {}
         self.cancelled: set[str] = set()
 
@@ -80,6 +85,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+class TwoTablesMachine(SchedulerMachine):
+    """The same for a model with two RoPE tables."""
+
+    limits = LONG
+
+
+TwoTablesMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTwoTablesMachine = TwoTablesMachine.TestCase
 
 
 @settings(max_examples=40, deadline=None)
@@ -355,6 +370,38 @@ def test_rejected_drafts_leave_no_trace() -> None:
     assert (sequence.known, sequence.computed) == (16, 15)  # 13 + 7 + 1 are computed, 55 is not
     assert sequence.table.published == 0, "position 15 held a rejected draft"
     scheduler.check()
+
+
+@pytest.mark.parametrize("budget", [64, 5])
+def test_e08_crossing_the_rope_switch_recomputes_the_whole_cache(budget: int) -> None:
+    """Up to 32 tokens the first table, from the 33rd the second, each sequence by its own length."""
+    limits = replace(LIMITS, rope_switch=32, block_size=4)
+    driver = Driver(limits, SchedulerConfig(max_step_tokens=budget))
+    prompts = {
+        "crosses": range(30),
+        "short": range(5),
+        "long": range(40),
+        "edge": range(32),
+        "hit": range(30),
+    }
+    for name, prompt in prompts.items():
+        driver.add(request(name, prompt, 6))
+    driver.run()
+    driver.add(request("again", range(30), 6))
+    driver.run()
+    for name, prompt in {**prompts, "again": range(30)}.items():
+        assert driver.output[name] == greedy_tokens(prompt, 6)
+    shifts = {
+        name: {
+            chunk.position_shift
+            for plan in driver.plans
+            for chunk in plan.chunks
+            if chunk.sequence.id == name
+        }
+        for name in prompts
+    }
+    assert shifts == {"crosses": {0, 32}, "short": {0}, "long": {32}, "edge": {0, 32}, "hit": {0, 32}}
+    assert driver.scheduler.counters.preemptions == 0
 
 
 def test_slots_count_shared_blocks_once() -> None:
