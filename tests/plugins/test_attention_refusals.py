@@ -81,7 +81,7 @@ def test_wrong_indices(library: KernelLibrary, fault: str) -> None:
 DESCRIPTORS = {
     "heads": ({"num_heads": 3, "head_dim": 20}, "num_heads 3 is no multiple of num_kv_heads 2"),
     "no heads": ({"num_heads": 0}, "num_heads is 0, expected 1 to"),
-    "head_dim": ({"head_dim": 1024}, "head_dim 1024; this library goes up to 512"),
+    "head_dim": ({"head_dim": 1024}, "head_dim 1024; this library goes up to 640"),
     "softcap": ({"softcap": float("nan")}, "softcap is nan"),
     "negative softcap": ({"softcap": -1.0}, "softcap is -1"),
     "window": ({"window": -1}, "window is -1"),
@@ -143,7 +143,7 @@ def test_blocks_behind_a_window_may_be_gone(library: KernelLibrary) -> None:
 def test_plan_and_workspace_are_checked(library: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, cache, keywords = good_step()
     before = cache.copy()
-    whole = KernelLibrary._call
+    whole = KernelLibrary.call
 
     def call(change_argument: tuple[int, Any]) -> Any:
         position, value = change_argument
@@ -162,7 +162,7 @@ def test_plan_and_workspace_are_checked(library: KernelLibrary, monkeypatch: pyt
         ((5, lambda size: size - 1), "the workspace has .* bytes, this step takes"),
         ((4, lambda _: None), "the workspace has .* bytes, this step takes"),
     ):
-        monkeypatch.setattr(KernelLibrary, "_call", call(fault))
+        monkeypatch.setattr(KernelLibrary, "call", call(fault))
         with pytest.raises(PluginError, match=message):
             library.run_attention(cache=cache, **inputs, **keywords)
     np.testing.assert_array_equal(cache, before)
