@@ -17,6 +17,7 @@ from enginebay.triton_repo.backend.metrics import Metrics
 from enginebay.triton_repo.backend.responder import Responder
 from enginebay.triton_repo.backend.settings import ServingSettings
 from enginebay.triton_repo.backend.surface import parse_request
+from enginebay.triton_repo.backend.threads import ENGINE_THREADS, started_threads_named
 from enginebay.triton_repo.backend.warmup import warm_up
 from enginebay.triton_repo.runtime.llm import LLM
 from enginebay.triton_repo.runtime.request import Output, OverloadedError, RequestError, UnavailableError
@@ -38,7 +39,10 @@ class Service:
         logging.getLogger("enginebay").addHandler(_TritonLog(pb_utils))
         settings = ServingSettings.from_parameters(json.loads(model_config).get("parameters", {}))
         self._warming: dict[str, threading.Event] | None = {}
-        self._llm = LLM.load(folder / ENGINE, sink=self._sink, options=settings.engine, config=settings.loop)
+        with started_threads_named(ENGINE_THREADS):
+            self._llm = LLM.load(
+                folder / ENGINE, sink=self._sink, options=settings.engine, config=settings.loop
+            )
         if self._llm.tokenizer is None:
             self._llm.close()
             raise FileNotFoundError(
