@@ -10,12 +10,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from enginebay.builder.exported import ExportedModel, read_exported
 from enginebay.builder.manifest import (
@@ -31,8 +32,10 @@ from enginebay.builder.manifest import (
     enginebay_version,
 )
 from enginebay.builder.packing import WeightPacker
-from enginebay.builder.quant.plan import RoundToNearest
-from enginebay.builder.quant.recipes import Override, recipe
+from enginebay.builder.quant.calibrate import calibrate
+from enginebay.builder.quant.plan import Quantizer, RoundToNearest
+from enginebay.builder.quant.recipes import Override, Recipe, recipe
+from enginebay.builder.quant.text import CalibrationConfig, calibration_batch
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
 from enginebay.builder.targets.base import CacheLayout
@@ -51,7 +54,8 @@ class BuildError(ValueError):
 
 class Progress(Protocol):
     def __call__(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` bytes of weights are in the engine; `what` was the last tensor."""
+        """`done` of `total` of this stage is done. `what` names the layer just calibrated (counts are
+        layers) or the tensor just written (counts are bytes)."""
         ...
 
 
@@ -61,7 +65,10 @@ class BuildConfig:
 
     target           see builder/targets
     quant            name of a recipe, see builder/quant/recipes.py
+    weight_block     weights that share a scale, in int4 layers; None: the recipe's
+    weight_symmetric int4 without a minimum beside each scale; None: the recipe's
     overrides        exceptions by layer name, the first that matches decides
+    calibration      what a recipe that looks at activations looks at
     max_batch        sequences of a step
     max_step_tokens  tokens of a step, all sequences together
     max_sequence     tokens of prompt and output; None: the model's, at most 8192
@@ -71,7 +78,10 @@ class BuildConfig:
 
     target: str = "ort-cpu"
     quant: str = "int4"
+    weight_block: int | None = None
+    weight_symmetric: bool | None = None
     overrides: tuple[Override, ...] = ()
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     max_batch: int = 64
     max_step_tokens: int = 2048
     max_sequence: int | None = None
@@ -80,7 +90,7 @@ class BuildConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as the manifest records it."""
-        return dict(json.loads(json.dumps(dataclasses.asdict(self))))
+        return dict(json.loads(json.dumps(dataclasses.asdict(self), default=str)))
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
@@ -109,14 +119,19 @@ def build_engine(
     """
     started = time.monotonic()
     config = config or BuildConfig()
-    chosen = recipe(config.quant).with_overrides(config.overrides)
+    chosen = recipe(config.quant).with_blocks(config.weight_block, config.weight_symmetric)
+    chosen = chosen.with_overrides(config.overrides)
     where = target(config.target)
     source = read_exported(exported)
     limits = _limits(source, config)
     cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
-    packer = WeightPacker(chosen, where.plugins, RoundToNearest())
-    rewrites = where.lower(source.model, packer, cache)
-    with _replacing(out) as folder:
+    with (
+        _replacing(out) as folder,
+        tempfile.TemporaryDirectory(prefix=".calibration.", dir=out.parent) as scratch,
+    ):
+        quantizer = _quantizer(source, chosen, config, Path(scratch), progress)
+        packer = WeightPacker(chosen, where.plugins, quantizer)
+        rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
         _name_engine(source.model, where)
         ir.save(source.model, folder / ENGINE)
@@ -158,6 +173,17 @@ def build_engine(
         report.save(folder / REPORT)
         manifest.save(folder)
     return report
+
+
+def _quantizer(
+    source: ExportedModel, chosen: Recipe, config: BuildConfig, scratch: Path, progress: Progress | None
+) -> Quantizer:
+    """Rounding where the recipe looks at weights alone, else the outcome of a calibration."""
+    if not chosen.calibrated:
+        return RoundToNearest()
+    batch = calibration_batch(source.folder, source.spec.vocab_size, config.calibration)
+    ShapeInferencePass()(source.model)
+    return calibrate(source.model, chosen, batch, scratch, progress)
 
 
 def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:

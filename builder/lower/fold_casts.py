@@ -12,7 +12,11 @@ ELEMENTS_MAX = 1 << 20
 
 
 def fold_casts(graph: ir.Graph) -> RewriteReport:
-    """Rewrites Cast(initializer, to float32) of at most ELEMENTS_MAX elements."""
+    """Rewrites Cast(initializer, to float32) of at most ELEMENTS_MAX elements.
+
+    A larger one, too, where it is only reshaped: those are multiplied head by head (latent attention), by a
+    standard op that reads float32.
+    """
     report = RewriteReport("fold_casts")
     for node in list(graph):
         if node.op_type != "Cast" or node.domain != "":
@@ -22,7 +26,7 @@ def fold_casts(graph: ir.Graph) -> RewriteReport:
         if source is output or source.const_value is None:
             continue
         elements = int(np.prod(static_shape(source) or (ELEMENTS_MAX + 1,)))
-        if elements > ELEMENTS_MAX:
+        if elements > ELEMENTS_MAX and not _only_reshaped(output):
             report.miss(node, f"{source.name} has {elements} elements; casting it would store it wider")
             continue
         name = f"{source.name}.f32"
@@ -35,3 +39,8 @@ def fold_casts(graph: ir.Graph) -> RewriteReport:
         graph.remove(node, safe=True)
         report.matched += 1
     return report
+
+
+def _only_reshaped(value: ir.Value) -> bool:
+    readers = [node for node, _ in value.uses()]
+    return bool(readers) and all(node.op_type == "Reshape" and node.domain == "" for node in readers)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
+from enginebay.builder.quant.gptq import GptqConfig
+from enginebay.builder.quant.scaling import AwqScaling, SmoothScaling
 
 F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
@@ -28,6 +30,14 @@ class Override:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """To the nearest point of each block's grid; `shrinks` are factors on the block's range to choose
+    from."""
+
+    shrinks: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What a build does with the weights.
 
@@ -36,6 +46,9 @@ class Recipe:
     head       format of lm_head, and so of the embedding tied to it
     embedding  format of an embedding with weights of its own; rows are looked up, not multiplied
     cache      dtype of the key/value cache: float32, float16 or bfloat16
+    method     how the weights reach an integer format, as the manifest says it
+    scaling    of input channels, folded into what produces them; None: none
+    rounding   to the nearest grid point, or GPTQ
     overrides  exceptions, the first that matches decides
     """
 
@@ -45,12 +58,20 @@ class Recipe:
     head: WeightFormat
     embedding: WeightFormat
     cache: str
+    method: str = "rtn"
+    scaling: AwqScaling | SmoothScaling | None = None
+    rounding: Rounding | GptqConfig = Rounding()
     overrides: tuple[Override, ...] = ()
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the recipe needs to see the model's activations."""
+        return self.scaling is not None or self.rounding != Rounding()
+
     def format_of(self, layer: str, shape: tuple[int, int], role: Role = "linear") -> WeightFormat:
-        """Format of the layer called `layer` with weights `shape` [N, K]; refuses a block that does not
-        divide K."""
-        fmt = next((o.format for o in self.overrides if fnmatchcase(layer, o.pattern)), None)
+        """Format of the layer called `layer` with weights `shape` [N, K]; QuantizationError for a block
+        that does not divide K."""
+        fmt = self._override(layer)
         if fmt is None:
             fmt = self.embedding if role == "embedding" else self.head if layer == HEAD else self.linear
         if not fmt.is_float:
@@ -60,8 +81,39 @@ class Recipe:
                 raise QuantizationError(f"layer {layer}: {error}") from None
         return fmt
 
+    def head_is_rounded(self, layer: str) -> bool:
+        """Whether `layer` is the head in a format of its own: 8 bits need no calibration."""
+        return layer == HEAD and self._override(layer) is None and self.head.kind == "i8"
+
     def with_overrides(self, overrides: tuple[Override, ...]) -> Recipe:
         return replace(self, overrides=overrides + self.overrides)
+
+    def with_blocks(self, block: int | None, symmetric: bool | None) -> Recipe:
+        """The recipe with another block size or symmetry of its int4 linear layers."""
+        if block is None and symmetric is None:
+            return self
+        if self.linear.kind != "i4":
+            raise QuantizationError(
+                f"recipe {self.name} has no int4 layers: block size and symmetry do not apply"
+            )
+        linear = WeightFormat(
+            "i4",
+            self.linear.block if block is None else block,
+            self.linear.symmetric if symmetric is None else symmetric,
+        )
+        return replace(self, linear=linear)
+
+    def _override(self, layer: str) -> WeightFormat | None:
+        return next((o.format for o in self.overrides if fnmatchcase(layer, o.pattern)), None)
+
+
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
+
+
+def _int4(name: str, summary: str, **options: Any) -> Recipe:
+    """The head decides between near-equal logits: in int4 it costs SmolLM2 5 % of perplexity, in int8 0.05
+    %."""
+    return Recipe(name, summary, I4, I8, I8, "float16", **options)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -71,15 +123,37 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
         Recipe("int8", "int8 weights, a scale for each row", I8, I8, I8, "float16"),
-        # The head decides between near-equal logits: in int4 it costs SmolLM2 5 % of perplexity, in int8
-        # 0.05 %.
-        Recipe("int4", "int4 weights, blocks of 32 with a minimum; int8 head", I4, I8, I8, "float16"),
+        Recipe(
+            "w8a8",
+            "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",
+            *(I8, I8, I8, "float16"),
+            method="smoothquant",
+            scaling=SmoothScaling(),
+        ),
+        _int4("int4", "int4 weights, blocks of 32 with a minimum; int8 head"),
+        _int4("int4-rtn", "int4, rounded to nearest"),
+        _int4("int4-gptq", "int4, errors made up for by later columns", method="gptq", rounding=GptqConfig()),
+        _int4(
+            "int4-awq",
+            "int4, channels with large inputs kept finer",
+            method="awq",
+            scaling=AwqScaling(),
+            rounding=Rounding(_CLIPS),
+        ),
     )
+}
+
+# Part of the plan, not of this version: the reason is what a user is told.
+PLANNED: dict[str, str] = {
+    "fp8": "the CPU kernels have no FP8 weights; int8 has the same size and a smaller error here",
+    "w4a8": "FP8 inputs need an FP8 matrix unit; on ort-cpu int4 multiplies 8-bit integer inputs already",
 }
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe called `name`; QuantizationError listing what there is otherwise."""
+    """The recipe called `name`; QuantizationError with the reason, or listing what there is, otherwise."""
+    if name in PLANNED:
+        raise QuantizationError(f"quantisation {name} is not available yet: {PLANNED[name]}")
     if name not in RECIPES:
         raise QuantizationError(f"quantisation '{name}' is unknown; there are {', '.join(RECIPES)}")
     return RECIPES[name]

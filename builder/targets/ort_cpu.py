@@ -37,7 +37,7 @@ STANDARD_OPS = frozenset(
         "Sigmoid",
         "Swish",
     }
-    | {"Gelu", "Relu", "Split", "Concat", "Cast"}
+    | {"Gelu", "Relu", "Split", "Concat", "Cast", "Reshape", "Transpose", "MatMul"}
 )
 
 

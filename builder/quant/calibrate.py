@@ -1,0 +1,223 @@
+"""Quantises a model layer by layer, each layer on the inputs that the quantised layers before it give.
+
+One pass over the canonical graph: every linear layer is met with its inputs in hand, quantised, written to
+a scratch folder and applied, so that the next layer sees its errors. In memory: one layer's weights and the
+live activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginebay.builder.quant.fold import Fold, find_fold, scale_vector
+from enginebay.builder.quant.formats import QuantizationError, WeightFormat
+from enginebay.builder.quant.gptq import GptqConfig, best_grid, gptq_rows
+from enginebay.builder.quant.interpreter import Batch, Interpreter, Values, linear_weight, weight_matrix
+from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest
+from enginebay.builder.quant.recipes import Recipe
+from enginebay.builder.quant.rtn import (
+    QuantizedRows,
+    dequantize_rows,
+    eleven_bits,
+    quantize_rows,
+    round_to_grid,
+    split_blocks,
+)
+from enginebay.builder.quant.scaling import Site, channel_scale
+
+Float32 = NDArray[np.float32]
+
+
+class CalibrationProgress(Protocol):
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` linear layers are quantised; `what` was the last."""
+        ...
+
+
+@dataclass
+class _Stored:
+    """A quantised layer in the scratch folder, and what its rows and columns were multiplied by."""
+
+    folder: Path
+    format: WeightFormat
+    method: str
+    row_scale: Float32  # [N]
+    column_scale: Float32  # [K]
+
+    def save(self, rows: QuantizedRows) -> None:
+        self.folder.mkdir()
+        for name in ("values", "scales", "minimums"):
+            array = getattr(rows, name)
+            if array is not None:
+                np.save(self.folder / f"{name}.npy", array)
+
+    def load(self, name: str) -> NDArray[np.generic] | None:
+        path = self.folder / f"{name}.npy"
+        array: NDArray[np.generic] | None = np.load(path, mmap_mode="r+") if path.exists() else None
+        return array
+
+    def scale_rows(self, first: int, factor: Float32) -> None:
+        """Multiplies rows from `first` on by `factor`: exactly in the grid, up to the 11 bits of a scale."""
+        stop = first + len(factor)
+        self.row_scale[first:stop] *= factor
+        for name in ("scales", "minimums"):
+            array = self.load(name)
+            if array is not None:
+                array[first:stop] = eleven_bits(array[first:stop].astype(np.float32) * factor[:, None])
+
+
+class Calibrated:
+    """A Quantizer with the results of a calibration; layers it did not see are rounded to nearest."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, _Stored] = {}
+        self._rounding = RoundToNearest()
+
+    def add(self, layer: str, stored: _Stored) -> None:
+        self._stored[layer] = stored
+
+    def stored(self, layer: str) -> _Stored | None:
+        return self._stored.get(layer)
+
+    def method(self, plan: LayerPlan) -> str:
+        stored = self._stored.get(plan.layer)
+        return self._rounding.method(plan) if stored is None else stored.method
+
+    def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
+        stored = self._stored.get(plan.layer)
+        if stored is None:
+            yield from self._rounding.rows(plan)
+            return
+        assert stored.format == plan.format, (
+            f"{plan.layer}: calibrated as {stored.format}, wanted {plan.format}"
+        )
+        values, scales, minimums = (stored.load(name) for name in ("values", "scales", "minimums"))
+        assert values is not None
+        assert scales is not None
+        for start, chunk in plan.matrix.chunks():
+            part = slice(start, start + len(chunk))
+            rows = QuantizedRows(
+                plan.format,
+                np.array(values[part]),
+                np.array(scales[part], np.float32),
+                None if minimums is None else np.array(minimums[part], np.float32),
+            )
+            yield QuantizedChunk(rows, chunk * stored.row_scale[part, None] * stored.column_scale)
+
+
+def calibrate(
+    model: ir.Model,
+    recipe: Recipe,
+    batch: Batch,
+    scratch: Path,
+    progress: CalibrationProgress | None = None,
+) -> Calibrated:
+    """Quantises the linear layers of canonical `model`, shapes inferred, as `recipe` says, on `batch`.
+
+    Edits the graph where channel scales fold into norms and biases. Raises QuantizationError for a graph
+    that the interpreter cannot run, and for weights or activations that are not finite.
+    """
+    run = Interpreter(model.graph, batch)
+    session = _Session(model.graph, recipe, run, scratch)
+    nodes = [*run.body, *run.tail]
+    layers = [node for node in nodes if linear_weight(node) is not None]
+    values = run.start()
+    read: dict[ir.Value, int] = {}
+    for node in nodes:
+        if linear_weight(node) is None:
+            run.step(node, values)
+        else:
+            session.layer(node, values)
+            if progress is not None:
+                progress(layers.index(node) + 1, len(layers), node.name or "linear")
+            if node is layers[-1]:
+                break
+        run.release(node, values, read)
+    return session.result
+
+
+class _Session:
+    def __init__(self, graph: ir.Graph, recipe: Recipe, run: Interpreter, scratch: Path) -> None:
+        self._graph = graph
+        self._recipe = recipe
+        self._run = run
+        self._scratch = scratch
+        self.result = Calibrated()
+
+    def layer(self, node: ir.Node, values: Values) -> None:
+        """Quantises the linear layer `node` on the inputs in `values`, and computes its outputs."""
+        weight, x, name = linear_weight(node), node.inputs[0], node.name
+        assert weight is not None
+        assert x is not None
+        assert name is not None
+        matrix = weight_matrix(weight)
+        plan = LayerPlan(name, matrix, self._recipe.format_of(name, matrix.shape))
+        weights = matrix.rows(0, matrix.shape[0])
+        inputs = self._run.read(x, values)
+        if plan.format.is_float or self._recipe.head_is_rounded(name):
+            self._run.linear(node, values, dequantize_rows(quantize_rows(weights, plan.format, matrix.name)))
+            return
+        hessian = (inputs.T @ inputs).astype(np.float64)
+        if not np.isfinite(hessian).all():
+            raise QuantizationError(
+                f"layer {name}: its inputs in calibration are not finite, or their squares"
+            )
+        columns = np.ones(matrix.shape[1], np.float32)
+        fold = find_fold(node) if self._recipe.scaling is not None and len(weight.uses()) == 1 else None
+        if fold is not None and self._can_fold(fold):
+            columns = self._scale(fold, Site(plan, weights, inputs, hessian))
+            weights = weights * columns
+            hessian /= np.outer(columns, columns)
+            values[x] = inputs / columns
+        rows = self._round(weights, hessian, plan)
+        stored = _Stored(
+            self._scratch / f"{len(list(self._scratch.iterdir()))}",
+            plan.format,
+            self._recipe.method
+            + ("" if self._recipe.scaling is None or fold is not None else ", not scaled"),
+            np.ones(matrix.shape[0], np.float32),
+            columns,
+        )
+        stored.save(rows)
+        self.result.add(name, stored)
+        self._run.linear(node, values, dequantize_rows(rows))
+
+    def _round(self, weights: Float32, hessian: NDArray[np.float64], plan: LayerPlan) -> QuantizedRows:
+        rounding, fmt = self._recipe.rounding, plan.format
+        if isinstance(rounding, GptqConfig):
+            return gptq_rows(weights, hessian, fmt, plan.matrix.name, rounding)
+        scales, minimums = best_grid(weights, hessian, fmt, rounding.shrinks)
+        values = round_to_grid(split_blocks(weights, fmt), fmt, scales, minimums).reshape(weights.shape)
+        return QuantizedRows(fmt, values, scales, minimums)
+
+    def _can_fold(self, fold: Fold) -> bool:
+        """A norm always can; a linear layer if its own weights are quantised and in the scratch folder."""
+        if linear_weight(fold.node) is None:
+            return True
+        return fold.node.name is not None and self.result.stored(fold.node.name) is not None
+
+    def _scale(self, fold: Fold, site: Site) -> Float32:
+        """Chooses the scale of the layer's columns [K] and folds its inverse into the producer."""
+        assert self._recipe.scaling is not None
+        scale = channel_scale(self._recipe.scaling, site, fold.channel)
+        inverse = 1 / scale
+        if linear_weight(fold.node) is None:
+            for position in range(1, len(fold.node.inputs)):
+                scale_vector(self._graph, fold.node, position, inverse)
+        else:
+            assert fold.node.name is not None
+            stored = self.result.stored(fold.node.name)
+            assert stored is not None
+            stored.scale_rows(fold.first, inverse)
+            if len(fold.node.inputs) > 2 and fold.node.inputs[2] is not None:
+                factor = np.ones(len(stored.row_scale), np.float32)
+                factor[fold.first : fold.first + len(inverse)] = inverse
+                scale_vector(self._graph, fold.node, 2, factor)
+        return scale[fold.channel]

@@ -1,0 +1,126 @@
+"""What calibration runs on: token sequences from text or from a token file."""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from enginebay.builder.quant.formats import QuantizationError
+from enginebay.builder.quant.interpreter import Batch
+
+FILE_BYTES_MAX = 256 << 20
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """Which tokens calibration sees.
+
+    source     a text file (.txt, .md), a token file (.json: a list of lists of ids; .npy: integers
+               [sequences, length]), or None: the first half of Python's help topics, in English prose
+    sequences  at most this many, spread evenly over the text
+    length     tokens of a sequence
+    """
+
+    source: Path | None = None
+    sequences: int = 24
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.sequences <= 0 or self.length <= 1:
+            raise QuantizationError(
+                f"calibration needs at least one sequence of two tokens, not {self.sequences} of {self.length}"
+            )
+
+
+def default_text(half: int) -> str:
+    """The first (0) or second (1) half of Python's help topics: one to calibrate on, the other to measure
+    with."""
+    topics = pydoc_data.topics.topics
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    middle = len(text) // 2
+    return text[middle:] if half else text[:middle]
+
+
+def calibration_batch(folder: Path, vocab_size: int, config: CalibrationConfig) -> Batch:
+    """The sequences that `config` describes; `folder` holds the tokenizer.
+
+    Raises QuantizationError naming the file for what cannot be read, ids outside the vocabulary, and text
+    without a tokenizer.
+    """
+    source = config.source
+    if source is not None and source.suffix in (".json", ".npy"):
+        return Batch(_checked(_token_file(source), vocab_size, str(source), config))
+    text = default_text(0) if source is None else _read(source).decode("utf-8", errors="replace")
+    return text_batch(
+        folder, vocab_size, text, config, "Python's help topics" if source is None else str(source)
+    )
+
+
+def text_batch(folder: Path, vocab_size: int, text: str, config: CalibrationConfig, name: str) -> Batch:
+    """Sequences spread evenly over `text`, tokenised by `folder`'s tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise QuantizationError(
+            f"{folder}: has no tokenizer.json to read {name} with; calibrate on a token file (.json or .npy)"
+        )
+    ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    count = min(config.sequences, max(1, len(ids) // config.length))
+    stride = len(ids) // count
+    windows = [ids[i * stride : i * stride + min(config.length, stride)] for i in range(count)]
+    return Batch(_checked(windows, vocab_size, name, config))
+
+
+def _token_file(path: Path) -> Sequence[Sequence[int]]:
+    data = _read(path)
+    if path.suffix == ".npy":
+        try:
+            array = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise QuantizationError(f"{path}: not an array of integers: {error}") from error
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise QuantizationError(
+                f"{path}: {array.dtype} {list(array.shape)}, not integers [sequences, length]"
+            )
+        sequences: list[list[int]] = array.tolist()
+        return sequences
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise QuantizationError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, list) or not all(
+        isinstance(s, list) and all(type(token) is int for token in s) for s in document
+    ):
+        raise QuantizationError(f"{path}: not a list of lists of token ids")
+    return document
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise QuantizationError(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; give an excerpt")
+        return path.read_bytes()
+    except OSError as error:
+        raise QuantizationError(f"calibration source {path} cannot be read: {error.strerror}") from error
+
+
+def _checked(
+    sequences: Sequence[Sequence[int]], vocab_size: int, name: str, config: CalibrationConfig
+) -> tuple[tuple[int, ...], ...]:
+    kept = [tuple(s[: config.length]) for s in sequences[: config.sequences] if len(s) > 1]
+    if not kept:
+        raise QuantizationError(f"{name}: holds no sequence of at least two tokens to calibrate on")
+    for index, sequence in enumerate(kept):
+        low, high = min(sequence), max(sequence)
+        if low < 0 or high >= vocab_size:
+            raise QuantizationError(
+                f"{name}: sequence {index} has token {low if low < 0 else high}, outside the model's "
+                f"0..{vocab_size - 1}"
+            )
+    return tuple(kept)
