@@ -116,8 +116,8 @@ def _latent(
     )
     query = emit.op(f"{at}.query_heads", "Concat", [plain, turned], axis=-1)
     width = attention.kv_rank + attention.rope_dim
-    inputs["query"] = _reshape(emit, f"{at}.query", query, [-1, heads * width])
-    inputs["latent"] = latent
+    query = _reshape(emit, f"{at}.query", query, [-1, heads * width])
+    inputs["qkv"] = emit.op(f"{at}.query_latent", "Concat", [query, latent], axis=-1)
     inputs["rope_cos"] = emit.weight(f"rope.{attention.rope}.cos")
     inputs["rope_sin"] = emit.weight(f"rope.{attention.rope}.sin")
     cache = inputs["cache"]
@@ -125,12 +125,13 @@ def _latent(
     attended, cache_out = _results(index, heads * attention.kv_rank, cache)
     emit.custom(
         at,
-        "LatentAttention",
+        "PagedAttention",
         inputs,
         {
             "num_heads": heads,
+            "num_kv_heads": 1,
+            "head_dim": width,
             "latent_dim": attention.kv_rank,
-            "rope_dim": attention.rope_dim,
             "scale": attention.scale,
             "rope_interleaved": int(attention.rope_interleaved),
         },

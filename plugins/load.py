@@ -74,7 +74,7 @@ class _AttentionDesc(ctypes.Structure):
         *((name, c_int32) for name in ("rotary_dim", "rope_positions")),
         *((name, c_int32) for name in ("rope_interleaved", "causal", "window")),
         *((name, c_float) for name in ("scale", "softcap", "norm_epsilon")),
-        *((name, c_int32) for name in ("io_dtype", "cache_dtype")),
+        *((name, c_int32) for name in ("io_dtype", "cache_dtype", "latent_dim")),
     )
 
 
@@ -288,19 +288,21 @@ class KernelLibrary:
         softcap: float = 0.0,
         rope_interleaved: bool = False,
         norm_epsilon: float = 1e-6,
+        latent_dim: int = 0,
         **inputs: Array | None,
     ) -> Floats:
         """PagedAttention, named as in `ops.py`; writes `cache` (float32, float16, bfloat16) in place."""
         cos, table = inputs.get("rope_cos"), inputs["block_table"]
         assert table is not None
         desc = _AttentionDesc(
-            *(num_heads, num_kv_heads, head_dim, cache.shape[2], cache.shape[0], table.shape[1]),
+            *(num_heads, num_kv_heads, head_dim, cache.shape[1 if latent_dim else 2], cache.shape[0]),
+            table.shape[1],
             *((0, 0) if cos is None else (2 * cos.shape[1], cos.shape[0])),
             *(rope_interleaved, causal, window, scale, softcap, norm_epsilon),
-            *(DTYPES[qkv.dtype.name], DTYPES[cache.dtype.name]),
+            *(DTYPES[qkv.dtype.name], DTYPES[cache.dtype.name], latent_dim),
         )
         tokens, sequences = qkv.shape[0], table.shape[0]
-        attention = np.full((tokens, num_heads * head_dim), np.nan, np.float32)
+        attention = np.full((tokens, num_heads * (latent_dim or head_dim)), np.nan, np.float32)
         arrays = {**inputs, "qkv": qkv, "cache": cache, "attention": attention}
         pointers = (_pointer(arrays.pop(name, None)) for name in _ATTENTION_POINTERS)
         args = _AttentionArgs(tokens, sequences, *pointers)

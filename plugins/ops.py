@@ -94,9 +94,20 @@ PAGED_ATTENTION = Op(
         Attribute("softcap", 0.0, "c*tanh(score/c); 0: none"),
         Attribute("rope_interleaved", 0, "1: pairs (2i, 2i+1); 0: pairs (i, i+R/2)"),
         Attribute("norm_epsilon", 1e-6, "of q_norm and k_norm"),
+        Attribute("latent_dim", 0, "C; 0: none; else multi-head latent attention, LATENT_SHAPES"),
     ),
     aliases=(("cache_out", "cache"),),
 )
+
+# Shapes of PagedAttention with latent_dim C: Hkv is 1 and D is C+R. All heads attend to one cached vector a
+# token; RoPE turns the last R elements of queries and of that vector, and its first C are the value
+# (DeepSeek-V2).
+LATENT_SHAPES = {
+    "qkv": ("T", "(Hq+1)*D"),
+    "cache": ("blocks", "block_size", "D"),
+    "attention": ("T", "Hq*C"),
+    "cache_out": ("blocks", "block_size", "D"),
+}
 
 # Weight layouts of QuantLinear and Embedding: how N x K weights are stored, not which device packs them.
 WEIGHT_FORMATS = ("f32", "f16", "bf16", "i8", "i4")
@@ -213,40 +224,8 @@ QUANT_MOE = Op(
     attributes=(*_ROUTING, *(a for a in _PACKED if a.name not in ("in_features", "out_features"))),
 )
 
-LATENT_ATTENTION = Op(
-    name="LatentAttention",
-    version=1,
-    doc="Multi-head latent attention (DeepSeek-V2): RoPE on the last R of every query head and of the new "
-    "latent, write of the latent, then every head attends to the latents; values are their first C elements.",
-    canonical=True,
-    inputs=(
-        Param("query", FLOATS, ("T", "Hq*(C+R)")),
-        Param("latent", FLOATS, ("T", "C+R")),
-        Param("cache", FLOATS, ("blocks", "block_size", "C+R")),
-        Param("query_start", ("int32",), ("B+1",)),
-        Param("kv_len", ("int32",), ("B",)),
-        Param("block_table", ("int32",), ("B", "W")),
-        Param("slot_mapping", ("int32",), ("T",)),
-        Param("position_ids", ("int32",), ("T",)),
-        Param("rope_cos", ("float32",), ("P", "R/2")),
-        Param("rope_sin", ("float32",), ("P", "R/2")),
-    ),
-    outputs=(
-        Param("attention", FLOATS, ("T", "Hq*C")),
-        Param("cache_out", FLOATS, ("blocks", "block_size", "C+R")),
-    ),
-    attributes=(
-        Attribute("num_heads", None, "Hq"),
-        Attribute("latent_dim", None, "C"),
-        Attribute("rope_dim", None, "R"),
-        Attribute("scale", None, "factor on q.k"),
-        Attribute("rope_interleaved", 0, "1: pairs (2i, 2i+1); 0: pairs (i, i+R/2)"),
-    ),
-    aliases=(("cache_out", "cache"),),
-)
-
 # Canonical ops that no library runs as they are.
-EXPORTED: tuple[Op, ...] = (MOE, LATENT_ATTENTION)
+EXPORTED: tuple[Op, ...] = (MOE,)
 
 OPS: tuple[Op, ...] = (
     PAGED_ATTENTION,

@@ -117,11 +117,43 @@ def paged_attention(
     softcap: float = 0.0,
     rope_interleaved: bool = False,
     norm_epsilon: float = 1e-6,
+    latent_dim: int = 0,
 ) -> tuple[Array, NDArray[np.generic]]:
     """PagedAttention: (attention [T, Hq*D], the cache after the writes, in its own dtype).
 
     Keys and values pass through the cache's dtype before they are attended to. Padding rows give zeros.
     """
+    if latent_dim:
+        assert rope_cos is not None
+        assert rope_sin is not None
+        # One key/value head whose rotary elements are moved to the front, and whose value is its key.
+        turned = head_dim - latent_dim
+
+        def rotary_first(x: NDArray[np.generic]) -> NDArray[np.generic]:
+            return np.roll(x.reshape(*x.shape[:-1], -1, head_dim), turned, -1).reshape(x.shape)
+
+        attention, both = paged_attention(
+            qkv=rotary_first(np.concatenate([qkv, qkv[:, -head_dim:]], axis=1)).astype(np.float64),
+            cache=np.stack([rotary_first(cache)] * 2, axis=1)[:, :, :, None],
+            query_start=query_start,
+            kv_len=kv_len,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            position_ids=position_ids,
+            rope_cos=rope_cos,
+            rope_sin=rope_sin,
+            sinks=sinks,
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            rope_interleaved=rope_interleaved,
+        )
+        values = attention.reshape(len(qkv), num_heads, head_dim)[:, :, turned:]
+        return values.reshape(len(qkv), -1), np.roll(both[:, 0, :, 0], -turned, axis=-1)
     cache = cache.copy()
     block_size = cache.shape[2]
     attention = np.zeros((qkv.shape[0], num_heads * head_dim))

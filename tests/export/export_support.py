@@ -18,6 +18,7 @@ from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.export.exporter import ExportReport, export_model
 from enginebay.export.spec import ModelSpec
 from enginebay.export.stepping import Step, Stepper, Stream
+from enginebay.plugins import ops, reference
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 BLOCK_SIZE = 4
@@ -69,152 +70,29 @@ def oracle_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     return model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
-def paged_attention(
-    qkv: np.ndarray,
-    cache: np.ndarray,
-    query_start: np.ndarray,
-    kv_len: np.ndarray,
-    block_table: np.ndarray,
-    slot_mapping: np.ndarray,
-    position_ids: np.ndarray,
-    inputs: dict[str, np.ndarray | None],
-    attributes: dict[str, Any],
-) -> tuple[np.ndarray, np.ndarray]:
-    """PagedAttention in float64, one query at a time: slow, and not derived from any kernel."""
-    heads, kv_heads, dim = (attributes[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    tokens, block_size = qkv.shape[0], cache.shape[2]
-    q, k, v = np.split(qkv.astype(np.float64), [heads * dim, (heads + kv_heads) * dim], axis=1)
-    q, k, v = (array.reshape(tokens, -1, dim) for array in (q, k, v))
-    for key, array in (("q_norm", q), ("k_norm", k)):
-        if inputs.get(key) is not None:
-            mean = (array**2).mean(-1, keepdims=True)
-            array[:] = array / np.sqrt(mean + attributes["norm_epsilon"]) * inputs[key]
-    if inputs.get("rope_cos") is not None:
-        cos, sin = (
-            inputs[key][position_ids][:, None, :].astype(np.float64) for key in ("rope_cos", "rope_sin")
-        )
-        pairs = cos.shape[-1]
-        for array in (q, k):
-            if attributes["rope_interleaved"]:
-                first, second = array[..., 0 : 2 * pairs : 2], array[..., 1 : 2 * pairs : 2]
-            else:
-                first, second = array[..., :pairs], array[..., pairs : 2 * pairs]
-            turned = first * cos - second * sin, second * cos + first * sin
-            first[:], second[:] = turned
-    cache = cache.copy()
-    for token, slot in enumerate(slot_mapping):
-        if slot >= 0:
-            cache[slot // block_size, :, slot % block_size] = np.stack([k[token], v[token]])
-    out = np.zeros((tokens, heads, dim))
-    for sequence, length in enumerate(kv_len):
-        begin, end = query_start[sequence], query_start[sequence + 1]
-        places = np.arange(length)
-        blocks = block_table[sequence][places // block_size]
-        keys, values = (cache[blocks, side, places % block_size].astype(np.float64) for side in (0, 1))
-        for token in range(begin, end):
-            here = length - (end - token)
-            low = max(0, here - attributes["window"] + 1) if attributes["window"] else 0
-            for head in range(heads):
-                kv = head * kv_heads // heads
-                scores = keys[low : here + 1, kv] @ q[token, head] * attributes["scale"]
-                if attributes["softcap"]:
-                    scores = attributes["softcap"] * np.tanh(scores / attributes["softcap"])
-                if inputs.get("sinks") is not None:
-                    scores = np.append(scores, inputs["sinks"][head])
-                weights = np.exp(scores - scores.max())
-                weights = (weights / weights.sum())[: here + 1 - low]
-                out[token, head] = weights @ values[low : here + 1, kv]
-    return out.reshape(tokens, -1).astype(np.float32), cache
-
-
 class PagedAttention(OpRun):
     op_domain = "enginebay"
 
-    def _run(self, *arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray, np.ndarray]:
-        optional = dict(zip(("rope_cos", "rope_sin", "q_norm", "k_norm", "sinks"), arrays[7:], strict=False))
-        return paged_attention(*arrays[:7], optional, attributes)
-
-
-class LatentAttention(OpRun):
-    op_domain = "enginebay"
-
-    def _run(self, *arrays: np.ndarray, **attributes: Any) -> tuple[np.ndarray, np.ndarray]:
-        """As one key/value head whose values are its keys' first elements."""
-        query, latent, cache, *rest, cos, sin = arrays
-        rope, rank = attributes["rope_dim"], attributes["latent_dim"]
-        width, heads = rank + rope, attributes["num_heads"]
-
-        def turned_first(array: np.ndarray) -> np.ndarray:
-            return np.roll(array.reshape(*array.shape[:-1], -1, width), rope, axis=-1).reshape(array.shape)
-
-        keys = turned_first(latent)
-        qkv = np.concatenate([turned_first(query), keys, keys], axis=-1)
-        both = np.stack([turned_first(cache)] * 2, axis=1)[:, :, :, None]
-        attributes |= {"num_kv_heads": 1, "head_dim": width, "window": 0, "softcap": 0.0}
-        out, both = paged_attention(qkv, both, *rest, {"rope_cos": cos, "rope_sin": sin}, attributes)
-        stored = np.roll(both[:, 0, :, 0], -rope, axis=-1)
-        return out.reshape(-1, heads, width)[..., rope:].reshape(-1, heads * rank), stored
+    def _run(self, *arrays: np.ndarray | None, **attributes: Any) -> tuple[np.ndarray, np.ndarray]:
+        inputs = {param.name: array for param, array in zip(ops.PAGED_ATTENTION.inputs, arrays, strict=False)}
+        wide = {key: widened(array) for key, array in inputs.items() if key != "cache"}
+        attention, cache = reference.paged_attention(cache=inputs["cache"], **wide, **attributes)
+        return attention.astype(np.float32), cache
 
 
 class MoE(OpRun):
     op_domain = "enginebay"
 
-    def _run(
-        self,
-        x: np.ndarray,
-        logits: np.ndarray,
-        gate_up: np.ndarray,
-        down: np.ndarray,
-        *biases: Any,
-        **attributes: Any,
-    ) -> tuple[np.ndarray]:
-        correction, gate_up_bias, down_bias = (*biases, None, None, None)[:3]
-        out = np.zeros(x.shape, np.float64)
-        for token, row in enumerate(logits.astype(np.float64)):
-            for expert, weight in routed(row, correction, attributes):
-                both = gate_up[expert].astype(np.float64) @ x[token]
-                both += 0 if gate_up_bias is None else gate_up_bias[expert]
-                gate, up = np.split(both, 2)
-                if attributes["clamp"]:
-                    gate, up = (
-                        np.minimum(gate, attributes["clamp"]),
-                        np.clip(up, -attributes["clamp"], attributes["clamp"]),
-                    )
-                    inner = (up + 1) * gate / (1 + np.exp(-attributes["clamp_alpha"] * gate))
-                else:
-                    assert attributes["activation"] == "silu"
-                    inner = gate / (1 + np.exp(-gate)) * up
-                out[token] += weight * (
-                    down[expert] @ inner + (0 if down_bias is None else down_bias[expert])
-                )
-        return (out.astype(np.float32),)
+    def _run(self, *arrays: np.ndarray | None, **attributes: Any) -> tuple[np.ndarray]:
+        inputs = {param.name: widened(a) for param, a in zip(ops.MOE.inputs, arrays, strict=False)}
+        for shape in ("num_experts", "hidden", "intermediate"):
+            attributes.pop(shape)
+        x, logits, gate_up, down = (inputs.pop(key) for key in ("x", "router_logits", "gate_up", "down"))
+        return (reference.moe(x, logits, gate_up, down, **inputs, **attributes).astype(np.float32),)
 
 
-def routed(
-    row: np.ndarray, correction: np.ndarray | None, attributes: dict[str, Any]
-) -> list[tuple[int, float]]:
-    """The experts of one token with their weights, from its router logits."""
-    if attributes["scoring"] == "sigmoid":
-        scores = 1 / (1 + np.exp(-row))
-    elif attributes["scoring"] == "softmax":
-        scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-    else:
-        scores = row
-    ranked = scores + (0 if correction is None else correction)
-    groups = attributes["num_groups"]
-    if groups:
-        by_group = ranked.reshape(groups, -1)
-        best = np.sort(by_group, axis=1)[:, ::-1]
-        worth = best[:, 0] if correction is None else best[:, :2].sum(axis=1)
-        for group in np.argsort(-worth, kind="stable")[attributes["top_groups"] :]:
-            by_group[group] = -np.inf
-    chosen = np.argsort(-ranked, kind="stable")[: attributes["top_k"]]
-    weights = scores[chosen]
-    if attributes["scoring"] == "softmax_topk":
-        weights = np.exp(weights - weights.max()) / np.exp(weights - weights.max()).sum()
-    if attributes["renormalize"]:
-        weights = weights / weights.sum()
-    return list(zip(chosen.tolist(), (weights * attributes["routed_scale"]).tolist(), strict=True))
+def widened(array: np.ndarray | None) -> np.ndarray | None:
+    return array.astype(np.float64) if array is not None and array.dtype == np.float32 else array
 
 
 class ReferenceRunner:
@@ -224,7 +102,7 @@ class ReferenceRunner:
         self.spec = ModelSpec.from_json((exported / "spec.json").read_text())
         self.limits = TinyLimits(self.spec.vocab_size, self.spec.max_positions)
         self._evaluator = ReferenceEvaluator(
-            onnx.load(exported / "model.onnx"), new_ops=[PagedAttention, LatentAttention, MoE]
+            onnx.load(exported / "model.onnx"), new_ops=[PagedAttention, MoE]
         )
         group = self.spec.cache_groups[0]
         self._caches = {

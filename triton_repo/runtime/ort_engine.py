@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ class OrtEngine:
         self.notes = tuple(self.manifest.check(folder, machine_facts(self.manifest, library)))
         for note in self.notes:
             _log.info("%s", note)
-        if len(self.manifest.cache_groups) != 1 or self.manifest.cache_groups[0].kind != "paged":
-            kinds = [group.kind for group in self.manifest.cache_groups]
-            raise EngineLoadError(f"{folder}: cache groups {kinds}; this runtime serves one paged group")
+        kinds = [group.kind for group in self.manifest.cache_groups]
+        if kinds not in (["paged"], ["latent"]):
+            raise EngineLoadError(f"{folder}: cache groups {kinds}; this runtime serves one, paged or latent")
         group = self.manifest.cache_groups[0]
         limits = self.manifest.limits
         self._limits = EngineLimits(
@@ -85,6 +86,7 @@ class OrtEngine:
             max_step_tokens=limits.max_step_tokens,
             block_size=group.block_size,
             num_blocks=_block_count(self.manifest, options),
+            rope_switch=_rope_switch(self.manifest.model),
         )
         self._session = _session(folder / _GRAPH, library.path, options)
         self._layers = group.layers
@@ -145,8 +147,10 @@ class OrtEngine:
         if not np.isfinite(logits).all():
             raise EngineLoadError(f"{path}: the logits of a probe token are not finite")
         for layer, pool in zip(self._layers, self._pools, strict=True):
-            bits = pool[0].view(np.uint8)  # [2, block_size, heads, bytes of a head]
-            untouched = (bits == 0xFF).all(axis=(0, 2, 3))
+            # [2, block_size, heads, bytes of a head], or [block_size, bytes of a latent]
+            bits = pool[0].view(np.uint8)
+            by_slot = np.moveaxis(bits, 1 if bits.ndim == 4 else 0, 0).reshape(self._limits.block_size, -1)
+            untouched = (by_slot == 0xFF).all(axis=1)
             if untouched[0] or not untouched[1:].all():
                 raise EngineLoadError(
                     f"{path}: layer {layer} does not write its cache in place: after a probe token in slot 0 "
@@ -185,6 +189,12 @@ def _parse_format(key: str) -> tuple[str, int, bool]:
     kind, *rest = key.split(".")
     block = next((int(part[1:]) for part in rest if part[:1] == "b" and part[1:].isdigit()), 0)
     return kind, block, "asym" not in rest
+
+
+def _rope_switch(model: Mapping[str, Any]) -> int:
+    """ModelSpec.rope_switch of the manifest's model: the longest sequence that reads the first RoPE table."""
+    switching = (rope for rope in model.get("ropes", ()) if rope["kind"] in ("longrope", "dynamic"))
+    return next((int(rope["original_positions"]) for rope in switching), 0)
 
 
 def _block_count(manifest: EngineManifest, options: EngineOptions) -> int:

@@ -52,6 +52,7 @@ PagedAttention::PagedAttention(const OrtKernelInfo* info) {
   desc_.softcap = attributes.real("softcap", 0.0f);
   desc_.rope_interleaved = attributes.integer("rope_interleaved", 0);
   desc_.norm_epsilon = attributes.real("norm_epsilon", 1e-6f);
+  desc_.latent_dim = attributes.integer("latent_dim", 0);
   desc_.io_dtype = desc_.cache_dtype = EB_F32;
   // What depends on the tensors is filled in per call; these stand in for a check of the attributes.
   desc_.block_size = 1;
@@ -62,16 +63,19 @@ PagedAttention::PagedAttention(const OrtKernelInfo* info) {
 }
 
 OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
-  const int64_t width = (int64_t{desc_.num_heads} + 2 * desc_.num_kv_heads) * desc_.head_dim;
+  const bool latent = desc_.latent_dim > 0;
+  const int64_t width = (int64_t{desc_.num_heads} + (latent ? 1 : 2 * desc_.num_kv_heads)) * desc_.head_dim;
   constexpr int64_t kFree = -1;
   const int64_t tokens = in[kQkv].shape[0], sequences = in[kBlockTable].shape[0];
   const int64_t half = in[kRopeCos].present() ? in[kRopeCos].shape[1] : kFree;
-  const struct {
+  struct Shape {
     int rank;
     int64_t shape[5];
-  } expected[] = {
+  };
+  const Shape expected[] = {
       {2, {kFree, width}},
-      {5, {kFree, 2, kFree, desc_.num_kv_heads, desc_.head_dim}},
+      latent ? Shape{3, {kFree, kFree, desc_.head_dim}}
+             : Shape{5, {kFree, 2, kFree, desc_.num_kv_heads, desc_.head_dim}},
       {1, {sequences + 1}},
       {1, {sequences}},
       {2, {kFree, kFree}},
@@ -115,12 +119,13 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
     return refuse(node_, "cache has element type %d; expected float32, float16 or bfloat16",
                   static_cast<int>(in[kCache].type));
   }
-  if (in[kCache].shape[0] > INT32_MAX || in[kCache].shape[2] > INT32_MAX ||
-      in[kBlockTable].shape[1] > INT32_MAX) {
+  const bool latent = desc.latent_dim > 0;
+  const int64_t block_size = in[kCache].shape[latent ? 1 : 2];
+  if (in[kCache].shape[0] > INT32_MAX || block_size > INT32_MAX || in[kBlockTable].shape[1] > INT32_MAX) {
     return refuse(node_, "cache or block_table has a dimension beyond 32 bits");
   }
   desc.num_blocks = static_cast<int32_t>(in[kCache].shape[0]);
-  desc.block_size = static_cast<int32_t>(in[kCache].shape[2]);
+  desc.block_size = static_cast<int32_t>(block_size);
   desc.table_width = static_cast<int32_t>(in[kBlockTable].shape[1]);
   if (in[kRopeCos].present()) {
     desc.rope_positions = static_cast<int32_t>(in[kRopeCos].shape[0]);
@@ -128,10 +133,11 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   }
 
   const int64_t tokens = in[kQkv].shape[0], sequences = in[kBlockTable].shape[0];
-  const int64_t out_shape[] = {tokens, int64_t{desc.num_heads} * desc.head_dim};
+  const int64_t out_shape[] = {tokens, int64_t{desc.num_heads} * (latent ? desc.latent_dim : desc.head_dim)};
   void *attention, *cache_out;
   EB_ORT_RETURN_IF_ERROR(call.output(0, out_shape, 2, &attention));
-  EB_ORT_RETURN_IF_ERROR(call.output(1, in[kCache].shape.data(), 5, &cache_out));
+  EB_ORT_RETURN_IF_ERROR(
+      call.output(1, in[kCache].shape.data(), static_cast<size_t>(in[kCache].rank), &cache_out));
   if (cache_out != in[kCache].data) {
     return refuse(node_, "cache_out is another buffer than cache; bind one OrtValue to both (IO binding)");
   }

@@ -19,7 +19,12 @@ typedef struct eb_paged_attention_desc {
   float scale, softcap, norm_epsilon;
   eb_dtype io_dtype;        /* of qkv and attention */
   eb_dtype cache_dtype;
+  int32_t latent_dim; /* C; 0: none. Else multi-head latent attention, see below */
 } eb_paged_attention_desc;
+
+/* Latent attention: num_kv_heads is 1, head_dim C + R with R = rotary_dim; every head attends to one cached
+ * vector a token, RoPE turns the last R elements of queries and of that vector, and its first C are the value:
+ *   qkv [T, (Hq+1)*(C+R)], cache [blocks, block_size, C+R], attention [T, Hq*C]; no q_norm, no k_norm. */
 
 typedef struct eb_paged_attention_args {
   int64_t tokens;               /* T */

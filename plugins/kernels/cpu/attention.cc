@@ -64,7 +64,7 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
                            reinterpret_cast<float*>(base + workspace.queries),
                            reinterpret_cast<float*>(base + workspace.parts)};
   const int64_t tokens = args->query_start[args->sequences];
-  const int64_t out_width = int64_t{desc->num_heads} * desc->head_dim;
+  const int64_t out_width = int64_t{desc->num_heads} * call.shape.value_dim;
   std::memset(static_cast<float*>(args->attention) + tokens * out_width, 0,
               sizeof(float) * (args->tokens - tokens) * out_width);
 

@@ -19,7 +19,7 @@ namespace enginebay {
 constexpr int kTile = 64;      // cache positions
 constexpr int kSplit = 512;    // cache positions
 constexpr int kTileRows = 64;  // query rows (tokens times heads of a group) of a tile, at least one token
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 640;
 
 // Sizes derived from a descriptor.
 struct AttentionShape {
@@ -27,8 +27,10 @@ struct AttentionShape {
   int padded_dim;        // head_dim rounded up to kDimMultiple
   int qkv_width;         // floats of a row of qkv
   int tile_tokens;       // query tokens of a tile
+  int value_dim;         // elements of a value
+  int rotary_offset;     // of the first element RoPE turns
   int64_t token_stride;  // elements between two cache positions of a block
-  int64_t value_offset;  // elements from a block's keys to its values
+  int64_t value_offset;  // elements from a block's keys to its values; 0: values are the keys' first elements
   int64_t block_stride;  // elements between two blocks
 };
 constexpr int kDimMultiple = 16;

@@ -8,11 +8,14 @@ AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   AttentionShape shape;
   shape.group = desc.num_heads / desc.num_kv_heads;
   shape.padded_dim = (desc.head_dim + kDimMultiple - 1) / kDimMultiple * kDimMultiple;
-  shape.qkv_width = (desc.num_heads + 2 * desc.num_kv_heads) * desc.head_dim;
+  const bool latent = desc.latent_dim > 0;
+  shape.qkv_width = (desc.num_heads + (latent ? 1 : 2 * desc.num_kv_heads)) * desc.head_dim;
+  shape.value_dim = latent ? desc.latent_dim : desc.head_dim;
+  shape.rotary_offset = latent ? desc.latent_dim : 0;
   shape.tile_tokens = shape.group >= kTileRows ? 1 : kTileRows / shape.group;
   shape.token_stride = int64_t{desc.num_kv_heads} * desc.head_dim;
-  shape.value_offset = shape.token_stride * desc.block_size;
-  shape.block_stride = shape.value_offset * 2;
+  shape.value_offset = latent ? 0 : shape.token_stride * desc.block_size;
+  shape.block_stride = shape.token_stride * desc.block_size * (latent ? 1 : 2);
   return shape;
 }
 
@@ -33,6 +36,7 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
       {"rotary_dim", desc->rotary_dim, 0, desc->head_dim},
       {"rope_positions", desc->rope_positions, 0, INT32_MAX},
       {"window", desc->window, 0, INT32_MAX},
+      {"latent_dim", desc->latent_dim, 0, desc->head_dim - 1},
   };
   for (const auto& size : sizes) {
     if (size.value < size.least || size.value > size.most) {
@@ -47,6 +51,11 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
   }
   if (desc->rotary_dim % 2 != 0) {
     return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: rotary_dim %d is odd", desc->rotary_dim);
+  }
+  if (desc->latent_dim > 0 && desc->num_kv_heads != 1) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: num_kv_heads %d with latent_dim %d; all heads attend to one latent",
+                desc->num_kv_heads, desc->latent_dim);
   }
   if (!(desc->softcap >= 0.0f)) {
     return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: softcap is %g, expected 0 (none) or more",
@@ -123,6 +132,14 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
     return fail(context, EB_INVALID_ARGUMENT,
                 "PagedAttention: cache_scales given for a %s cache, which has none",
                 dtype_name(desc.cache_dtype));
+  }
+  if (desc.latent_dim > 0 && desc.latent_dim + desc.rotary_dim != desc.head_dim) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: latent_dim %d and rotary_dim %d do not make up head_dim %d", desc.latent_dim,
+                desc.rotary_dim, desc.head_dim);
+  }
+  if (desc.latent_dim > 0 && (args.q_norm != nullptr || args.k_norm != nullptr)) {
+    return fail(context, EB_UNSUPPORTED, "PagedAttention: latent attention takes no q_norm and no k_norm");
   }
   const bool rope = desc.rotary_dim > 0;
   const struct {

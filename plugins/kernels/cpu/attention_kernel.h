@@ -290,10 +290,11 @@ class TileAttention {
                      call_.args->sinks[head], 1.0f);
       }
       const int64_t token = tile_.first_token + row / group_;
-      float* out = static_cast<float*>(call_.args->attention) + (token * desc_.num_heads + head) * dim_;
+      const int width = shape_.value_dim;
+      float* out = static_cast<float*>(call_.args->attention) + (token * desc_.num_heads + head) * width;
       const auto total = V::set1(total_.total[row]);
-      for (int d = 0; d < dim_; d += V::kWidth) {
-        store_first<V>(out + d, V::div(V::load(values + d), total), dim_ - d);
+      for (int d = 0; d < width; d += V::kWidth) {
+        store_first<V>(out + d, V::div(V::load(values + d), total), width - d);
       }
     }
   }

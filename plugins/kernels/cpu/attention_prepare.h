@@ -52,7 +52,7 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
     for (int head = 0; head < desc.num_heads; ++head, row += dim, query += shape.padded_dim) {
       std::memcpy(query, row, dim * sizeof(float));
       if (args.q_norm != nullptr) normalise_head<V>(query, args.q_norm, dim, desc.norm_epsilon);
-      if (half > 0) rotate_head(query, cosines, sines, half, interleaved);
+      if (half > 0) rotate_head(query + shape.rotary_offset, cosines, sines, half, interleaved);
       for (int d = 0; d < dim; ++d) query[d] *= desc.scale;
       for (int d = dim; d < shape.padded_dim; ++d) query[d] = 0.0f;
     }
@@ -64,10 +64,10 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
     for (int head = 0; head < desc.num_kv_heads; ++head, row += dim) {
       std::memcpy(key, row, dim * sizeof(float));
       if (args.k_norm != nullptr) normalise_head<V>(key, args.k_norm, dim, desc.norm_epsilon);
-      if (half > 0) rotate_head(key, cosines, sines, half, interleaved);
+      if (half > 0) rotate_head(key + shape.rotary_offset, cosines, sines, half, interleaved);
       write_head(key, cached + int64_t{head} * dim, dim);
     }
-    write_head(row, cached + shape.value_offset, desc.num_kv_heads * dim);
+    if (shape.value_offset > 0) write_head(row, cached + shape.value_offset, desc.num_kv_heads * dim);
   }
 }
 
