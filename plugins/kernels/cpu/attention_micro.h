@@ -16,22 +16,26 @@ constexpr int kGroupRows = 4;  // rows that share a load of keys or values
 inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 inline int larger(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
 
-// One query against kWidth rows of keys.
-template <class V, class T>
+// One query against kWidth rows of keys. kPartial: dim is no multiple of the width.
+template <class V, class T, bool kPartial>
 inline typename V::F score_straight(const float* query, const T* const* key_rows, int dim) {
   constexpr int W = V::kWidth;
   typename V::F sums[W];
   for (int i = 0; i < W; ++i) sums[i] = V::zero();
-  int d = 0;
-  for (; d + W <= dim; d += W) {
+  for (int d = 0; d < dim; d += W) {
     const auto x = V::load(query + d);
-    for (int i = 0; i < W; ++i) sums[i] = V::fma(x, V::load(key_rows[i] + d), sums[i]);
-  }
-  if (d < dim) {
-    const auto x = V::load(query + d);
-    for (int i = 0; i < W; ++i) sums[i] = V::fma(x, load_first<V>(key_rows[i] + d, dim - d), sums[i]);
+    for (int i = 0; i < W; ++i) {
+      const auto k = kPartial ? load_first<V>(key_rows[i] + d, dim - d) : V::load(key_rows[i] + d);
+      sums[i] = V::fma(x, k, sums[i]);
+    }
   }
   return V::sum_each(sums);
+}
+
+template <class V, class T>
+inline typename V::F score_straight(const float* query, const T* const* key_rows, int dim) {
+  return dim % V::kWidth == 0 ? score_straight<V, T, false>(query, key_rows, dim)
+                              : score_straight<V, T, true>(query, key_rows, dim);
 }
 
 template <class V>
