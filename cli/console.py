@@ -17,7 +17,7 @@ def package_version() -> str:
 
 def say(message: str) -> None:
     """A line for the person who watches."""
-    print(message, file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
 
 
 def fail(message: str, *, status: int = 1) -> int:
@@ -43,3 +43,23 @@ def progress(label: str, unit: str = "B") -> Iterator[Callable[[int, int], None]
             bar.update(done - bar.n)
 
         yield report
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yields `report(words)`: one line overwritten in place on a terminal, each change a line elsewhere.
+
+    Elsewhere a trailing count of seconds is left out, so that waiting prints one line.
+    """
+    last = ""
+    terminal = sys.stderr.isatty()
+
+    def report(words: str) -> None:
+        nonlocal last
+        shown = words if terminal else words.partition(",")[0]
+        if shown != last:
+            print(f"\r\x1b[K{shown}" if terminal else shown, end="" if terminal else "\n", file=sys.stderr)
+            sys.stderr.flush()
+            last = shown
+
+    yield report

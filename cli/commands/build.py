@@ -14,6 +14,7 @@ from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.exported import read_exported
 from enginebay.builder.manifest import EngineManifest, ManifestError
 from enginebay.builder.quant.recipes import RECIPES
+from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import PLANNED, TARGETS
 from enginebay.cli.console import print_json, progress, say
 from enginebay.plugins.load import KernelLibrary
@@ -57,23 +58,25 @@ def run(args: argparse.Namespace) -> int:
         max_sequence=args.max_sequence,
         cache_dtype=args.cache_dtype,
     )
-    if args.keep and is_current(args.exported, args.out, config):
-        say(f"kept {args.out}: it is this model's {config.quant} engine already")
-        return 0
-    with progress("build") as report_bytes:
-        report = build_engine(
-            args.exported, args.out, config, lambda done, total, _what: report_bytes(done, total)
-        )
-    if args.json:
+    report = build(args.exported, args.out, config, keep=args.keep)
+    if report is not None and args.json:
         print_json(report.to_dict())
-        return 0
-    megabytes = report.manifest.weight_bytes / 1e6
-    say(f"built {args.out} ({config.target}, {config.quant}) in {report.seconds:.1f} s")
-    say(
-        f"  {megabytes:.1f} MB of weights, {report.bits_per_weight:.2f} bits per weight, {report.nodes} nodes"
-    )
-    say(f"  every layer's format and error: {args.out / 'report.json'}")
     return 0
+
+
+def build(exported: Path, out: Path, config: BuildConfig, *, keep: bool = False) -> BuildReport | None:
+    """Build with a progress bar and say what was built. None where `keep` found this engine already."""
+    if keep and is_current(exported, out, config):
+        say(f"kept {out}: it is this model's {config.quant} engine already")
+        return None
+    with progress("build") as report_bytes:
+        report = build_engine(exported, out, config, lambda done, total, _what: report_bytes(done, total))
+    megabytes = report.manifest.weight_bytes / 1e6
+    bits = report.bits_per_weight
+    say(f"built {out} ({config.target}, {config.quant}) in {report.seconds:.1f} s")
+    say(f"  {megabytes:.1f} MB of weights, {bits:.2f} bits per weight, {report.nodes} nodes")
+    say(f"  every layer's format and error: {out / 'report.json'}")
+    return report
 
 
 def is_current(exported: Path, engine: Path, config: BuildConfig) -> bool:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from enginebay.cli.console import print_json, progress, say
-from enginebay.export.exporter import describe, export_model, is_current
+from enginebay.export.exporter import ExportReport, describe, export_model, is_current
 
 HELP = "Hugging Face folder -> canonical ONNX"
 
@@ -26,23 +26,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out is None and not args.dry_run:
-        raise ValueError("say where to write: enginebay export MODEL OUT (or --dry-run)")
-    if args.keep and is_current(args.model, args.out):
-        say(f"kept {args.out}: it is this model's export already")
-        return 0
-    with progress("export") as report_bytes:
-        report = export_model(
-            args.model, args.out, progress=report_bytes, dry_run=args.dry_run, force=args.force
+    if args.dry_run:
+        return show(
+            export_model(args.model, args.out or args.model, dry_run=True), args.out, as_json=args.json
         )
-    if args.json:
+    if args.out is None:
+        raise ValueError("say where to write: enginebay export MODEL OUT (or --dry-run)")
+    report = export(args.model, args.out, keep=args.keep, force=args.force)
+    return 0 if report is None else show(report, args.out, as_json=args.json)
+
+
+def export(model: Path, out: Path, *, keep: bool = False, force: bool = False) -> ExportReport | None:
+    """Export with a progress bar. None where `keep` found a current export."""
+    if keep and is_current(model, out):
+        say(f"kept {out}: it is this model's export already")
+        return None
+    with progress("export") as report_bytes:
+        return export_model(model, out, progress=report_bytes, force=force)
+
+
+def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> int:
+    """Print what was exported, or would be."""
+    if as_json:
         print_json(describe(report))
         return 0
-    verb = "would export" if args.dry_run else "exported"
+    verb = "would export" if report.dry_run else "exported"
     say(
         f"{verb} {report.spec.architecture}: {report.parameters / 1e6:.1f} M parameters, "
         f"{report.weight_bytes / 1e6:.1f} MB of weights, {len(report.spec.layers)} layers"
-        + ("" if args.dry_run else f" -> {args.out}")
+        + ("" if report.dry_run else f" -> {out}")
     )
     for note in report.notes:
         say(f"  note: {note}")
