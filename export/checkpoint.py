@@ -70,7 +70,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError naming the file and what is wrong.
     """
     index = folder / INDEX
-    files = _shards(index) if index.exists() else [folder / SINGLE]
+    files = [folder / name for name in shard_names(index)] if index.exists() else [folder / SINGLE]
     digest = hashlib.sha256()
     tensors: dict[str, TensorInfo] = {}
     for path in files:
@@ -90,7 +90,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(tensors, tuple(files), digest.hexdigest())
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index} has {index.stat().st_size} bytes, more than {MAX_INDEX_BYTES}")
     try:
@@ -100,15 +100,19 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index with a 'weight_map': {error}") from error
     for name, file in pairs:
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        if Path(file).name != file or not file.endswith(suffix):
             raise CheckpointError(
-                f"{index}: '{name}' lies in '{file}', which is not a .safetensors file beside it"
+                f"{index}: '{name}' lies in '{file}', which is not a {suffix} file beside it"
             )
     return dict(pairs)
 
 
-def _shards(index: Path) -> list[Path]:
-    return [index.parent / file for file in sorted(set(_weight_map(index).values()))]
+def shard_names(index: Path, suffix: str = ".safetensors") -> list[str]:
+    """The files that an index names, sorted.
+
+    Raises CheckpointError unless each lies beside it and ends in `suffix`.
+    """
+    return sorted(set(_weight_map(index, suffix).values()))
 
 
 def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from enginebay.export.checkpoint import open_checkpoint
+from enginebay.export.convert import Source, opened
 from enginebay.export.emitter import WEIGHTS_FILE
 from enginebay.export.errors import ExportError
 from enginebay.export.families import read_spec
@@ -78,12 +79,28 @@ def export_model(
     `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an
     earlier export, or with `force`. Raises ExportError (or SpecError) before anything large is written.
     """
-    config_bytes = read_config(source)
+    if not source.is_dir():
+        raise ExportError(f"{source} is not a folder: give the folder of an HF checkpoint")
+    with opened(source, out.parent) as real:
+        return _export(source, real, out, progress=progress, dry_run=dry_run, force=force)
+
+
+def _export(
+    source: Path,
+    real: Source,
+    out: Path,
+    *,
+    progress: Callable[[int, int], None] | None,
+    dry_run: bool,
+    force: bool,
+) -> ExportReport:
+    """`real` is where `source`'s tensors can be read."""
+    config_bytes = read_config(real.folder)
     family, spec = read_spec(parse_config(config_bytes))
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(real.folder)
     plan = plan_weights(spec, family, checkpoint)
     identity = hashlib.sha256(config_bytes + checkpoint.identity.encode()).hexdigest()
-    companions = tuple(name for name in COMPANIONS if (source / name).is_file())
+    companions = tuple(name for name in COMPANIONS if (real.folder / name).is_file())
     report = ExportReport(
         spec=plan.spec,
         identity=identity,
@@ -102,7 +119,9 @@ def export_model(
     )
     if not dry_run:
         with _replacing(out, force) as folder:
-            _write(folder, source, report, plan, checkpoint.files)
+            _write(folder, real, report, plan)
+            stamped = real.files or tuple(path.name for path in checkpoint.files)
+            _record(folder, source, report, ("config.json", *companions, *stamped))
             write_sidecar(plan, folder / WEIGHTS_FILE, progress)
     return report
 
@@ -130,8 +149,6 @@ def is_current(source: Path, out: Path) -> bool:
 def read_config(source: Path) -> bytes:
     """config.json's bytes. Raises ExportError where there is none."""
     path = source / "config.json"
-    if not source.is_dir():
-        raise ExportError(f"{source} is not a folder: give the folder of an HF checkpoint")
     if not path.is_file():
         raise ExportError(f"{path} is missing: {source} is not the folder of an HF checkpoint")
     if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -149,13 +166,16 @@ def parse_config(data: bytes) -> dict[str, Any]:
     return values
 
 
-def _write(folder: Path, source: Path, report: ExportReport, plan: WeightPlan, files: Sequence[Path]) -> None:
-    """Everything but the weights."""
+def _write(folder: Path, real: Source, report: ExportReport, plan: WeightPlan) -> None:
+    """Graph, spec and the files that go along; not the weights."""
     ir.save(build_graph(plan.spec, plan.initializers), folder / MODEL_FILE)
     (folder / SPEC_FILE).write_text(plan.spec.to_json())
     for name in report.companions:
-        shutil.copyfile(source / name, folder / name)
-    names = ["config.json", *report.companions, *(path.name for path in files)]
+        shutil.copyfile(real.folder / name, folder / name)
+
+
+def _record(folder: Path, source: Path, report: ExportReport, names: Sequence[str]) -> None:
+    """What the export was made from: `is_current` compares the stamps of `names` in `source`."""
     record = {
         "schema": SOURCE_SCHEMA,
         "identity": report.identity,

@@ -32,6 +32,8 @@ class Limits(Protocol):
     def block_size(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def rope_switch(self) -> int: ...  # ModelSpec.rope_switch
 
 
 class StepRunner(Protocol):
@@ -70,10 +72,10 @@ class Stream:
 class Stepper:
     """Allocates blocks and runs steps over streams. Raises ValueError where the pool is too small."""
 
-    def __init__(self, runner: StepRunner, rope_switch: int = 0) -> None:
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._block_size = runner.limits.block_size
-        self._rope_switch = rope_switch
+        self._rope_switch = runner.limits.rope_switch
         self._references = [0] * runner.limits.num_blocks
 
     def share(self, parent: Stream, tokens: Sequence[int]) -> Stream:

@@ -46,7 +46,6 @@ def verify(
     runner: StepRunner,
     reference: Path,
     *,
-    rope_switch: int = 0,
     tokens: int = 2048,
     window: int = 256,
     seed: int = 0,
@@ -70,7 +69,7 @@ def verify(
     size = max(1, min(4, runner.limits.max_batch, runner.limits.max_step_tokens // (window + 1)))
     for start in range(0, len(windows), size):
         batch = windows[start : start + size]
-        for sequence, logits in zip(batch, ragged_logits(runner, batch, rope_switch), strict=True):
+        for sequence, logits in zip(batch, ragged_logits(runner, batch), strict=True):
             tally.add(sequence, logits, oracle(sequence))
             if progress is not None:
                 progress(tally.positions, len(windows) * window)
@@ -91,7 +90,11 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
         ) from error
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            reference, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            reference,
+            dtype=torch.float32,
+            attn_implementation="eager",  # the others leave out soft caps and sinks
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
         raise ExportError(f"transformers cannot load {reference}: {error}") from error
@@ -118,15 +121,13 @@ def text_ids(reference: Path) -> list[int] | None:
     return list(tokenizer(text[len(text) // 2 :], add_special_tokens=False)["input_ids"])
 
 
-def ragged_logits(
-    runner: StepRunner, sequences: Sequence[Sequence[int]], rope_switch: int = 0
-) -> list[NDArray[np.float32]]:
+def ragged_logits(runner: StepRunner, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
     """Logits [tokens, vocab] of every position of each sequence, from steps that mix prefill, chunks and
     decode.
 
     Even sequences are prefilled whole, odd ones in chunks, and all decode their last tokens one by one.
     """
-    stepper = Stepper(runner, rope_switch)
+    stepper = Stepper(runner)
     streams = [Stream(list(tokens)) for tokens in sequences]
     parts: list[list[NDArray[np.float32]]] = [[] for _ in streams]
     budget = max(1, runner.limits.max_step_tokens // max(1, len(streams)))

@@ -33,6 +33,7 @@ class TinyLimits:
     max_step_tokens: int = 512
     block_size: int = BLOCK_SIZE
     num_blocks: int = NUM_BLOCKS
+    rope_switch: int = 0
 
 
 @torch.no_grad()
@@ -100,7 +101,9 @@ class ReferenceRunner:
 
     def __init__(self, exported: Path) -> None:
         self.spec = ModelSpec.from_json((exported / "spec.json").read_text())
-        self.limits = TinyLimits(self.spec.vocab_size, self.spec.max_positions)
+        self.limits = TinyLimits(
+            self.spec.vocab_size, self.spec.max_positions, rope_switch=self.spec.rope_switch
+        )
         self._evaluator = ReferenceEvaluator(
             onnx.load(exported / "model.onnx"), new_ops=[PagedAttention, MoE]
         )
@@ -134,7 +137,7 @@ def ragged_logits(runner: Any, spec: ModelSpec, sequences: list[list[int]]) -> l
 
     The last sequence must share its first blocks with the first; those shared positions come back as NaN.
     """
-    stepper = Stepper(runner, spec.rope_switch)
+    stepper = Stepper(runner)
     vocab = spec.vocab_size
     streams = [Stream(list(tokens)) for tokens in sequences[:-1]]
     results = [np.full((len(tokens), vocab), np.nan, np.float32) for tokens in sequences]
