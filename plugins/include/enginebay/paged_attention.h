@@ -10,42 +10,45 @@ extern "C" {
 
 typedef struct eb_paged_attention_desc {
   int32_t num_heads, num_kv_heads, head_dim;
-  int32_t block_size;       /* tokens of a block */
-  int32_t num_blocks;       /* blocks of the pool; an id outside is an invalid argument */
-  int32_t table_width;      /* W */
-  int32_t rotary_dim;       /* R; 0: no RoPE */
-  int32_t rope_positions;   /* P */
+  int32_t block_size;     /* tokens of a block */
+  int32_t num_blocks;     /* blocks of the pool; an id outside is an invalid argument */
+  int32_t table_width;    /* W */
+  int32_t rotary_dim;     /* R; 0: no RoPE */
+  int32_t rope_positions; /* P */
   int32_t rope_interleaved, causal, window;
   float scale, softcap, norm_epsilon;
-  eb_dtype io_dtype;        /* of qkv and attention */
+  eb_dtype io_dtype; /* of qkv and attention */
   eb_dtype cache_dtype;
   int32_t latent_dim; /* C; 0: none. Else multi-head latent attention, see below */
 } eb_paged_attention_desc;
 
 /* Latent attention: num_kv_heads is 1, head_dim C + R with R = rotary_dim; every head attends to one cached
- * vector a token, RoPE turns the last R elements of queries and of that vector, and its first C are the value:
- *   qkv [T, (Hq+1)*(C+R)], cache [blocks, block_size, C+R], attention [T, Hq*C]; no q_norm, no k_norm. */
+ * vector a token, RoPE turns the last R elements of queries and of that vector, and its first C are the
+ * value: qkv [T, (Hq+1)*(C+R)], cache [blocks, block_size, C+R], attention [T, Hq*C]; no q_norm, no k_norm.
+ */
 
 typedef struct eb_paged_attention_args {
-  int64_t tokens;               /* T */
-  int64_t sequences;            /* B */
-  const void* qkv;              /* [T, (Hq+2*Hkv)*D] */
-  void* cache;                  /* [blocks, 2, block_size, Hkv, D], written in place */
-  const int32_t* query_start;   /* [B+1]; rows from query_start[B] on are padding and come out as zeros */
-  const int32_t* kv_len;        /* [B]; 0: a padding sequence */
-  const int32_t* block_table;   /* [B, W] */
-  const int32_t* slot_mapping;  /* [T]; block*block_size + offset; -1 writes nothing */
-  const int32_t* position_ids;  /* [T] */
-  const float* rope_cos;        /* [P, R/2] or NULL */
+  int64_t tokens;              /* T */
+  int64_t sequences;           /* B */
+  const void* qkv;             /* [T, (Hq+2*Hkv)*D] */
+  void* cache;                 /* [blocks, 2, block_size, Hkv, D], written in place */
+  const int32_t* query_start;  /* [B+1]; rows from query_start[B] on are padding and come out as zeros */
+  const int32_t* kv_len;       /* [B]; 0: a padding sequence */
+  const int32_t* block_table;  /* [B, W] */
+  const int32_t* slot_mapping; /* [T]; block*block_size + offset; -1 writes nothing */
+  const int32_t* position_ids; /* [T] */
+  const float* rope_cos;       /* [P, R/2] or NULL */
   const float* rope_sin;
-  const float* q_norm;          /* [D] or NULL */
+  const float* q_norm; /* [D] or NULL */
   const float* k_norm;
-  const float* sinks;           /* [Hq] or NULL */
-  void* attention;              /* [T, Hq*D] */
-  /* Of 8-bit caches: stored = value/scale; [2, Hkv], keys then values. NULL: 1. Must be NULL for wider caches. */
+  const float* sinks; /* [Hq] or NULL */
+  void* attention;    /* [T, Hq*D] */
+  /* Of 8-bit caches: stored = value/scale; [2, Hkv], keys then values. NULL: 1. Must be NULL for wider
+   * caches. */
   const float* cache_scales;
-  /* [T, tree_words]: bit j of token t's words says that it sees token j of its own sequence's chunk (itself included);
-   * what was cached before it sees whole, and windows count position_ids. NULL: causal as the desc says. */
+  /* [T, tree_words]: bit j of token t's words says that it sees token j of its own sequence's chunk (itself
+   * included); what was cached before it sees whole, and windows count position_ids. NULL: causal as the desc
+   * says. */
   const uint32_t* tree_mask;
   int32_t tree_words;
 } eb_paged_attention_args;
