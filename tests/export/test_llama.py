@@ -36,6 +36,17 @@ VARIANTS = {
             "original_max_position_embeddings": 16,
         }
     },
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "longrope": {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0],
+            "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0],
+            "original_max_position_embeddings": 20,
+        }
+    },
     "gelu": {"hidden_act": "gelu_pytorch_tanh"},
 }
 
@@ -46,6 +57,14 @@ def test_ragged_steps_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = save(model, tmp_path / "model")
     report = check_against_oracle(folder, (29, 41, 9, 17))
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_dynamic_rope_up_to_the_switch_and_at_its_longest(tmp_path: Path) -> None:
+    """Beyond the switch the frequencies depend on the length, and the table is made for the longest."""
+    changes = {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    folder = save(make_model(LlamaConfig(**{**BASE, **changes})), tmp_path / "model")
+    report = check_against_oracle(folder, (32, 15, 9, 32))
+    assert (report.spec.max_positions, report.spec.rope_switch) == (32, 16)
 
 
 def test_the_canonical_graph_alone_matches_transformers(tmp_path: Path) -> None:
