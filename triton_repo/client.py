@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-_EXTRAS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+_EXTRAS = ("return_finish_reason", "return_num_output_tokens")
 
 
 class ClientError(RuntimeError):
@@ -26,7 +26,6 @@ class Piece:
 
     text: str
     tokens: int  # generated since the last piece
-    prompt_tokens: int
     finish_reason: str | None  # of the last piece alone
 
 
@@ -44,7 +43,6 @@ class Answer:
         self._first_tokens = 0
         self.text = ""
         self.tokens = 0
-        self.prompt_tokens = 0
         self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -54,7 +52,6 @@ class Answer:
                 self._first, self._first_tokens = self._last, piece.tokens
             self.text += piece.text
             self.tokens += piece.tokens
-            self.prompt_tokens = piece.prompt_tokens
             self.finish_reason = piece.finish_reason
             yield piece.text
 
@@ -138,7 +135,6 @@ def _grpc_pieces(
                 yield Piece(
                     text=text[0].decode(),
                     tokens=int(result.as_numpy("num_output_tokens")[0]),
-                    prompt_tokens=int(result.as_numpy("num_input_tokens")[0]),
                     finish_reason=_reason(result.as_numpy("finish_reason")[0].decode()),
                 )
             if final:
@@ -184,15 +180,15 @@ def _http_pieces(
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ClientError(_error_text(answer.read()))
-        for event in _events(answer):
-            if "error" in event:
-                raise ClientError(event["error"])
-            yield Piece(
-                text=event["text_output"],
-                tokens=event["num_output_tokens"],
-                prompt_tokens=event["num_input_tokens"],
-                finish_reason=_reason(event["finish_reason"]),
-            )
+        with answer:  # it keeps the socket open as long as it lives
+            for event in _events(answer):
+                if "error" in event:
+                    raise ClientError(event["error"])
+                yield Piece(
+                    text=event["text_output"],
+                    tokens=event["num_output_tokens"],
+                    finish_reason=_reason(event["finish_reason"]),
+                )
     except (OSError, http.client.HTTPException) as error:
         raise ClientError(f"{url}: {type(error).__name__}: {error}") from error
     finally:

@@ -229,7 +229,7 @@ class TritonServer:
         http, grpc, metrics = self._ports
         return [
             str(install.binary),
-            f"--model-repository={self.repository.resolve()}",
+            f"--model-repository={self._link(scratch)}",
             f"--backend-directory={install.backend_folder(scratch.folder)}",
             f"--backend-config=python,shm-region-prefix-name={scratch.shared_memory_prefix}",
             *(f"--{kind}-address={options.address}" for kind in ("http", "grpc", "metrics")),
@@ -241,6 +241,12 @@ class TritonServer:
             f"--exit-on-error={str(options.exit_on_error).lower()}",
             *options.arguments,
         ]
+
+    def _link(self, scratch: Scratch) -> Path:
+        """The repository by a path without spaces: the Python backend starts its worker by an unquoted one."""
+        link = scratch.folder / "repository"
+        link.symlink_to(self.repository.resolve())
+        return link
 
     def _spawn(self, install: ServerInstall) -> None:
         """Starts the process from a thread that lives as long as it does: PR_SET_PDEATHSIG fires when the

@@ -16,8 +16,9 @@ _LAST_LINES = 15
 def model_failures(log: str) -> dict[str, str]:
     """Model name to why it did not load, as the model itself said it."""
     failures: dict[str, str] = {}
+    lines = log.replace("\\n", "\n")  # Triton writes the line breaks of a message like that
     for pattern in (_MODEL, _CONFIG):
-        for match in pattern.finditer(log):
+        for match in pattern.finditer(lines):
             failures.setdefault(match[1], _EXCEPTION.sub("", match[2].strip().strip('"')))
     return failures
 

@@ -52,7 +52,10 @@ class Service:
         self._tokenizer: TextTokenizer = self._llm.tokenizer
         self._loop = self._llm.loop
         began = time.monotonic()
-        warm_up(self._loop, self._llm.engine.limits, self._warming)
+        limits = self._llm.engine.limits
+        warm_up(
+            self._loop, limits, min(limits.max_batch, settings.max_batch or limits.max_batch), self._warming
+        )
         self._warming = None
         pb_utils.Logger.log_info(f"enginebay: {model} is warm after {time.monotonic() - began:.1f} s")
         self._ids = itertools.count(1)
@@ -63,8 +66,9 @@ class Service:
         self._responder = Responder(
             pb_utils,
             self._tokenizer,
-            rate=settings.responses_per_second,
-            poll_seconds=settings.cancel_poll_ms / 1000,
+            responses=settings.responses_per_second,
+            polls=settings.polls_per_second,
+            patience=settings.unary_timeout_seconds,
             cancel=self._loop.cancel,
             tick=self._tick,
             log=pb_utils.Logger.log_error,

@@ -30,7 +30,8 @@ class ServingSettings:
     max_waiting           requests that may wait; more are refused
     prefix_caching        reuse blocks of equal prefixes
     responses_per_second  of all streams together; what a stream makes between two of its own goes out as one
-    cancel_poll_ms        how often the server is asked which clients have gone
+    polls_per_second      how often in all the server is asked whether a stream's client has gone
+    unary_timeout_seconds  of requests without streaming: Triton does not see an HTTP client leave those
     """
 
     threads: int | None = None
@@ -41,8 +42,9 @@ class ServingSettings:
     max_step_tokens: int | None = None
     max_waiting: int = 1024
     prefix_caching: bool = True
-    responses_per_second: int = 400
-    cancel_poll_ms: int = 50
+    responses_per_second: int = 160
+    polls_per_second: int = 100
+    unary_timeout_seconds: int = 600
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from enginebay.triton_repo.backend.parameters import parse_parameters
+from enginebay.triton_repo.runtime.admission import check_sampling
 from enginebay.triton_repo.runtime.request import Output, Request, RequestError, TokenLogprob
 from enginebay.triton_repo.runtime.text import TextTokenizer
 
@@ -42,7 +43,10 @@ def parse_request(
     def flag(name: str) -> bool:
         return bool(tensor(name))
 
-    text = _decode(tensor("text_input"))
+    raw = tensor("text_input")
+    if raw is None:
+        raise RequestError("text_input: missing; it is the prompt")
+    text = _decode(raw)
     stream = flag("stream")
     exclude = tensor("exclude_input_in_output")
     echo = not stream if exclude is None else not exclude
@@ -53,6 +57,7 @@ def parse_request(
         tokenizer.chat([{"role": "user", "content": text}]) if parameters.chat else tokenizer.encode(text)
     )
     sampling = parameters.sampling
+    check_sampling(sampling)
     logprobs = (sampling.logprobs or 0) if flag("return_logprobs") else None
     wanted = Wanted(
         stream=stream,
