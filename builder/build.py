@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import json
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
 
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
+from enginebay.builder.config import BuildConfig, BuildError
 from enginebay.builder.exported import ExportedModel, read_exported
 from enginebay.builder.manifest import (
     MANIFEST,
@@ -32,90 +28,33 @@ from enginebay.builder.manifest import (
     enginebay_version,
 )
 from enginebay.builder.packing import WeightPacker
-from enginebay.builder.quant.calibrate import calibrate
-from enginebay.builder.quant.plan import Quantizer, RoundToNearest
-from enginebay.builder.quant.recipes import Override, Recipe, recipe
-from enginebay.builder.quant.text import CalibrationConfig, calibration_batch
+from enginebay.builder.quant.plan import StageProgress
+from enginebay.builder.quant.recipes import recipe
+from enginebay.builder.quantise import quantise
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
 from enginebay.builder.targets.base import CacheLayout
 from enginebay.builder.weights import SidecarWriter
 from enginebay.plugins import ops
 
-ENGINE, WEIGHTS, REPORT = "engine.onnx", "weights.bin", "report.json"
+ENGINE, WEIGHTS = "engine.onnx", "weights.bin"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
 SWAPS_MAX = 100
 
 
-class BuildError(ValueError):
-    """An engine that cannot be built as asked. The message names the option or the folder."""
-
-
-class Progress(Protocol):
-    def __call__(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` of this stage is done. `what` names the layer just calibrated (counts are
-        layers) or the tensor just written (counts are bytes)."""
-        ...
-
-
-@dataclass(frozen=True)
-class BuildConfig:
-    """What to build.
-
-    target           see builder/targets
-    quant            name of a recipe, see builder/quant/recipes.py
-    weight_block     weights that share a scale, in int4 layers; None: the recipe's
-    weight_symmetric int4 without a minimum beside each scale; None: the recipe's
-    overrides        exceptions by layer name, the first that matches decides
-    calibration      what a recipe that looks at activations looks at
-    max_batch        sequences of a step
-    max_step_tokens  tokens of a step, all sequences together
-    max_sequence     tokens of prompt and output; None: the model's, at most 8192
-    block_size       tokens of a cache block
-    cache_dtype      float32, float16 or bfloat16; None: the recipe's
-    """
-
-    target: str = "ort-cpu"
-    quant: str = "int4"
-    weight_block: int | None = None
-    weight_symmetric: bool | None = None
-    overrides: tuple[Override, ...] = ()
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    max_batch: int = 64
-    max_step_tokens: int = 2048
-    max_sequence: int | None = None
-    block_size: int = 16
-    cache_dtype: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, as the manifest records it."""
-        return dict(json.loads(json.dumps(dataclasses.asdict(self), default=str)))
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise BuildError(f"{name} is {value}; it must be positive")
-        if self.max_step_tokens < self.max_batch:
-            raise BuildError(
-                f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}: "
-                "a step gives every running sequence a token"
-            )
-        if self.cache_dtype not in (None, "float32", "float16", "bfloat16"):
-            raise BuildError(
-                f"cache_dtype '{self.cache_dtype}' is unknown; there are float32, float16, bfloat16"
-            )
+__all__ = ["BuildConfig", "BuildError", "build_engine"]
 
 
 def build_engine(
-    exported: Path, out: Path, config: BuildConfig | None = None, progress: Progress | None = None
+    exported: Path, out: Path, config: BuildConfig | None = None, progress: StageProgress | None = None
 ) -> BuildReport:
     """Builds `exported` into the engine folder `out`, which appears whole or not at all.
 
     Weights stream from sidecar to sidecar; memory stays near one chunk of one tensor. An engine already at
     `out` is replaced, any other folder with files in it is refused. Raises ExportedError,
-    QuantizationError, TargetError or BuildError; nothing is left behind then.
+    QuantizationError, TargetError or BuildError; nothing is left behind then. `progress` counts layers while
+    weights are searched for and calibrated, then bytes while they are written.
     """
     started = time.monotonic()
     config = config or BuildConfig()
@@ -129,8 +68,8 @@ def build_engine(
         _replacing(out) as folder,
         tempfile.TemporaryDirectory(prefix=".calibration.", dir=out.parent) as scratch,
     ):
-        quantizer = _quantizer(source, chosen, config, Path(scratch), progress)
-        packer = WeightPacker(chosen, where.plugins, quantizer)
+        quantised = quantise(source, chosen, config, Path(scratch), progress)
+        packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
         _name_engine(source.model, where)
@@ -169,21 +108,12 @@ def build_engine(
             rewrites=tuple(rewrites),
             nodes=source.model.graph.num_nodes(),
             seconds=time.monotonic() - started,
+            error=quantised.error,
+            mix=quantised.mix,
         )
-        report.save(folder / REPORT)
+        report.save(folder)
         manifest.save(folder)
     return report
-
-
-def _quantizer(
-    source: ExportedModel, chosen: Recipe, config: BuildConfig, scratch: Path, progress: Progress | None
-) -> Quantizer:
-    """Rounding where the recipe looks at weights alone, else the outcome of a calibration."""
-    if not chosen.calibrated:
-        return RoundToNearest()
-    batch = calibration_batch(source.folder, source.spec.vocab_size, config.calibration)
-    ShapeInferencePass()(source.model)
-    return calibrate(source.model, chosen, batch, scratch, progress)
 
 
 def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:
@@ -210,7 +140,7 @@ def _cache_groups(source: ExportedModel, cache: CacheLayout) -> tuple[CacheGroup
     )
 
 
-def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: Progress | None) -> int:
+def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: StageProgress | None) -> int:
     """Moves every large initializer into the sidecar `path`; its bytes."""
     total = sum(_nbytes(value) for value in graph.initializers.values())
     done = 0

@@ -35,7 +35,7 @@ class PackingLibrary(Protocol):
 @dataclass(frozen=True)
 class LayerResult:
     """What became of one weight matrix. `relative_error`: Frobenius norm of the change over that of the
-    weights."""
+    weights; `squared_error`: the square of the former; `max_error`: of a weight."""
 
     layer: str
     tensor: str
@@ -45,6 +45,7 @@ class LayerResult:
     source_bytes: int
     packed_bytes: int
     relative_error: float
+    squared_error: float
     max_error: float
 
 
@@ -80,7 +81,11 @@ class WeightPacker:
         size = self._library.packed_bytes(fmt, matrix.shape)
         value = self._register(graph, weight.name, (LayerPlan(layer, matrix, fmt),), size)
         rows, columns = matrix.shape
-        attributes = {"in_features": columns, "out_features": rows, **_format_attributes(fmt, columns)}
+        attributes = {
+            "in_features": columns,
+            "out_features": rows,
+            **_format_attributes(fmt, 0 if fmt.is_float else fmt.scale_block(columns)),
+        }
         self._placed[weight.name] = Placed(value, attributes)
         return self._placed[weight.name]
 
@@ -95,12 +100,13 @@ class WeightPacker:
         padding = -size % EXPERT_ALIGNMENT
         plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
         value = self._register(graph, weight.name, plans, len(plans) * (size + padding))
-        return Placed(value, _format_attributes(fmt, matrices[0].shape[1]))
+        return Placed(value, _format_attributes(fmt, fmt.block))
 
     def _register(self, graph: ir.Graph, weight: str, plans: tuple[LayerPlan, ...], size: int) -> ir.Value:
         name = f"{weight}.packed"
         self._plans[name] = plans
-        self.layouts[plans[0].format.key] = self._library.layout(plans[0].format, plans[0].matrix.shape)
+        fmt, shape = plans[0].format, plans[0].matrix.shape
+        self.layouts[fmt.layout_key(shape[1])] = self._library.layout(fmt, shape)
         tensor = ir.LazyTensor(
             lambda: ir.tensor(np.concatenate(list(self.pack(name)))),
             ir.DataType.UINT8,
@@ -149,6 +155,7 @@ class WeightPacker:
                 method=self._quantizer.method(first),
                 source_bytes=sum(plan.matrix.nbytes for plan in plans),
                 packed_bytes=size,
+                squared_error=lost,
                 relative_error=(lost / squares) ** 0.5 if squares else 0.0,
                 max_error=worst,
             )
@@ -180,9 +187,9 @@ def expert_matrices(name: str, tensor: ir.TensorProtocol) -> list[WeightMatrix]:
     ]
 
 
-def _format_attributes(fmt: WeightFormat, columns: int) -> dict[str, int | float | str]:
+def _format_attributes(fmt: WeightFormat, block_size: int) -> dict[str, int | float | str]:
     return {
         "format": fmt.kind,
-        "block_size": 0 if fmt.is_float else fmt.scale_block(columns),
+        "block_size": block_size,
         "symmetric": int(fmt.symmetric),
     }

@@ -1,7 +1,9 @@
-"""What a build did: per layer format, size and error, and what every rewrite matched and left."""
+"""What a build did: per layer format, size and error, what every rewrite matched and left, and what it
+cost."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,17 @@ from typing import Any
 from enginebay.builder.lower.graph import RewriteReport
 from enginebay.builder.manifest import EngineManifest
 from enginebay.builder.packing import LayerResult
+from enginebay.builder.quant.evaluate import ModelError
+from enginebay.builder.quant.search import Mix
+from enginebay.builder.report_html import page
+
+REPORT, PAGE = "report.json", "report.html"
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """`engine`: the folder. `nodes`: of the engine's graph. `seconds`: the whole build."""
+    """`engine`: the folder. `nodes`: of the engine's graph. `seconds`: the whole build. `error`: of the
+    weights, where the build was asked to measure it; `mix`: how a search chose formats."""
 
     engine: Path
     manifest: EngineManifest
@@ -22,6 +30,8 @@ class BuildReport:
     rewrites: tuple[RewriteReport, ...]
     nodes: int
     seconds: float
+    error: ModelError | None = None
+    mix: Mix | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -30,16 +40,20 @@ class BuildReport:
         return 8 * sum(layer.packed_bytes for layer in self.layers) / max(1, weights)
 
     def to_dict(self) -> dict[str, Any]:
-        worst = sorted(self.layers, key=lambda layer: layer.relative_error, reverse=True)[:5]
+        """The whole as plain data. `dominant`: the layers with the largest share of the squared weight
+        error."""
         return {
             "recipe": self.manifest.quantization.recipe,
             "target": self.manifest.target.name,
+            "source": self.manifest.source.name,
             "nodes": self.nodes,
             "seconds": round(self.seconds, 3),
             "weight_bytes": self.manifest.weight_bytes,
             "source_bytes": sum(layer.source_bytes for layer in self.layers),
             "bits_per_weight": round(self.bits_per_weight, 4),
-            "largest_errors": {layer.layer: layer.relative_error for layer in worst},
+            "error": None if self.error is None else dataclasses.asdict(self.error),
+            "search": None if self.mix is None else _search(self.mix),
+            "dominant": _dominant(self.layers),
             "layers": [
                 {
                     "layer": layer.layer,
@@ -64,5 +78,33 @@ class BuildReport:
             ],
         }
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        """Writes report.json and report.html."""
+        document = self.to_dict()
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        (folder / REPORT).write_text(text, encoding="utf-8")
+        (folder / PAGE).write_text(page(document), encoding="utf-8")
+
+
+def _search(mix: Mix) -> dict[str, Any]:
+    return {
+        "bits": mix.bits,
+        "expected_kl": mix.expected_kl,
+        "sensitivities": [
+            {
+                "layer": s.layer,
+                "weights": s.weights,
+                "options": [{"format": fmt.key, "bits": bits, "kl": kl} for fmt, bits, kl in s.options],
+            }
+            for s in mix.sensitivities
+        ],
+    }
+
+
+def _dominant(layers: tuple[LayerResult, ...], count: int = 5) -> list[dict[str, Any]]:
+    """The layers whose rounding changed the weights most, with their share of the sum of squares of the
+    changes."""
+    changes = {layer.layer: layer.squared_error for layer in layers}
+    total = sum(changes.values())
+    worst = sorted(changes.items(), key=lambda item: item[1], reverse=True)[:count]
+    return [{"layer": name, "share": change / total} for name, change in worst if change]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +19,7 @@ from enginebay.builder.quant.fold import Fold, find_fold, scale_vector
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.gptq import GptqConfig, best_grid, gptq_rows
 from enginebay.builder.quant.interpreter import Batch, Interpreter, Values, linear_weight, weight_matrix
-from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest
+from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.rtn import (
     QuantizedRows,
@@ -33,12 +32,6 @@ from enginebay.builder.quant.rtn import (
 from enginebay.builder.quant.scaling import Site, channel_scale
 
 Float32 = NDArray[np.float32]
-
-
-class CalibrationProgress(Protocol):
-    def __call__(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` linear layers are quantised; `what` was the last."""
-        ...
 
 
 @dataclass
@@ -117,7 +110,7 @@ def calibrate(
     recipe: Recipe,
     batch: Batch,
     scratch: Path,
-    progress: CalibrationProgress | None = None,
+    progress: StageProgress | None = None,
 ) -> Calibrated:
     """Quantises the linear layers of canonical `model`, shapes inferred, as `recipe` says, on `batch`.
 

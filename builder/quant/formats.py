@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -10,6 +11,10 @@ KINDS: tuple[str, ...] = get_args(Kind)
 FLOAT_KINDS = ("f32", "f16", "bf16")
 BITS = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "i4": 4}
 SCALE_BITS = 16  # of a block's scale and of its minimum
+
+
+_BLOCK = r"\.b([1-9]\d{0,4})"
+_KEY = re.compile(rf"(f32|f16|bf16)|(i8)(?:{_BLOCK})?|(i4){_BLOCK}(?:\.(sym|asym))?")
 
 
 class QuantizationError(ValueError):
@@ -47,6 +52,26 @@ class WeightFormat:
         block = f".b{self.block}" if self.block else ""
         sign = (".sym" if self.symmetric else ".asym") if self.kind == "i4" else ""
         return f"{self.kind}{block}{sign}"
+
+    @staticmethod
+    def from_key(key: str) -> WeightFormat:
+        """The format whose `key` this is; i4.b64 alone is symmetric. QuantizationError for anything else."""
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise QuantizationError(
+                f"weight format '{key}' is unknown; give f32, f16, bf16, i8, i8.b32, i4.b64.sym or i4.b32.asym"
+            )
+        plain, i8, i8_block, _, i4_block, sign = match.groups()
+        if plain:
+            return WeightFormat(cast(Kind, plain))
+        if i8:
+            return WeightFormat("i8", int(i8_block or 0))
+        return WeightFormat("i4", int(i4_block), sign != "asym")
+
+    def layout_key(self, in_features: int) -> str:
+        """What the manifest records the packed layout under: a scale for each row depends on the row's length."""
+        by_row = self.kind == "i8" and not self.block
+        return f"{self.key}.k{in_features}" if by_row else self.key
 
     @property
     def is_float(self) -> bool:

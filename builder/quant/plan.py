@@ -33,6 +33,12 @@ class QuantizedChunk:
     exact: NDArray[np.float32]
 
 
+class StageProgress(Protocol):
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` layers are through this stage; `what` says what the last was."""
+        ...
+
+
 class Quantizer(Protocol):
     """Gives a layer's weights in its format, rows in order, in whole ROW_GROUPs; says by which method."""
 

@@ -28,6 +28,14 @@ class Override:
     pattern: str
     format: WeightFormat
 
+    @staticmethod
+    def parse(text: str) -> Override:
+        """`PATTERN=FORMAT`, such as layers.0.*=i8 or *.mlp.down=i4.b32.asym."""
+        pattern, equals, key = text.partition("=")
+        if not pattern or not equals:
+            raise QuantizationError(f"override '{text}' is not PATTERN=FORMAT, such as 'layers.0.*=i8'")
+        return Override(pattern, WeightFormat.from_key(key))
+
 
 @dataclass(frozen=True)
 class Rounding:

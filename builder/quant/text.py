@@ -33,7 +33,7 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         if self.sequences <= 0 or self.length <= 1:
             raise QuantizationError(
-                f"calibration needs at least one sequence of two tokens, not {self.sequences} of {self.length}"
+                f"calibration needs a sequence of at least two tokens, not {self.sequences} of {self.length}"
             )
 
 

@@ -45,6 +45,7 @@ def test_an_engine_folder_is_complete_and_fits(exported, tmp_path):
         "engine.onnx",
         "generation_config.json",
         "manifest.json",
+        "report.html",
         "report.json",
         "weights.bin",
     ]

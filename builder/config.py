@@ -1,0 +1,73 @@
+"""What to build, as plain frozen data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginebay.builder.quant.recipes import Override
+from enginebay.builder.quant.text import CalibrationConfig
+
+
+class BuildError(ValueError):
+    """An engine that cannot be built as asked. The message names the option or the folder."""
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What to build.
+
+    target           see builder/targets
+    quant            name of a recipe, see builder/quant/recipes.py
+    weight_block     weights that share a scale, in int4 layers; None: the recipe's
+    weight_symmetric int4 without a minimum beside each scale; None: the recipe's
+    overrides        exceptions by layer name, the first that matches decides
+    bits             average bits a weight of the linear layers: formats are searched for; None: as the
+                     recipe says
+    evaluate         tokens of the text not calibrated on to measure perplexity with; 0: not measured
+    calibration      what a recipe that looks at activations looks at
+    max_batch        sequences of a step
+    max_step_tokens  tokens of a step, all sequences together
+    max_sequence     tokens of prompt and output; None: the model's, at most 8192
+    block_size       tokens of a cache block
+    cache_dtype      float32, float16 or bfloat16; None: the recipe's
+    """
+
+    target: str = "ort-cpu"
+    quant: str = "int4"
+    weight_block: int | None = None
+    weight_symmetric: bool | None = None
+    overrides: tuple[Override, ...] = ()
+    bits: float | None = None
+    evaluate: int = 0
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    max_batch: int = 64
+    max_step_tokens: int = 2048
+    max_sequence: int | None = None
+    block_size: int = 16
+    cache_dtype: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as the manifest records it."""
+        return dict(json.loads(json.dumps(dataclasses.asdict(self), default=str)))
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise BuildError(f"{name} is {value}; it must be positive")
+        if self.bits is not None and not 1 <= self.bits <= 32:
+            raise BuildError(f"bits is {self.bits:g}; weights take 1 to 32")
+        if self.evaluate < 0:
+            raise BuildError(f"evaluate is {self.evaluate}; it is a number of tokens")
+        if self.max_step_tokens < self.max_batch:
+            raise BuildError(
+                f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}: "
+                "a step gives every running sequence a token"
+            )
+        if self.cache_dtype not in (None, "float32", "float16", "bfloat16"):
+            raise BuildError(
+                f"cache_dtype '{self.cache_dtype}' is unknown; there are float32, float16, bfloat16"
+            )

@@ -1,0 +1,76 @@
+"""The stage between reading an exported model and lowering it: formats are chosen, weights quantised,
+errors measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnx_ir.passes.common import ShapeInferencePass
+
+from enginebay.builder.config import BuildConfig
+from enginebay.builder.exported import ExportedModel, read_exported
+from enginebay.builder.quant.calibrate import calibrate
+from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
+from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
+from enginebay.builder.quant.recipes import Recipe
+from enginebay.builder.quant.search import Mix, search
+from enginebay.builder.quant.text import CalibrationConfig, calibration_batch, default_text, text_batch
+
+SEARCH_SEQUENCES, SEARCH_LENGTH = 4, 128  # a search runs the model once for every other layer
+EVALUATION_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """`recipe` as a search left it; `quantizer` gives the weights; `mix` and `error` where they were asked
+    for."""
+
+    recipe: Recipe
+    quantizer: Quantizer
+    mix: Mix | None = None
+    error: ModelError | None = None
+
+
+def quantise(
+    source: ExportedModel,
+    recipe: Recipe,
+    config: BuildConfig,
+    scratch: Path,
+    progress: StageProgress | None = None,
+) -> Quantised:
+    """Quantises the weights of `source` by `recipe`: edits its graph where channel scales fold, leaves
+    results in `scratch`. QuantizationError for a budget that cannot be met and for what calibration
+    refuses."""
+    vocab = source.spec.vocab_size
+    ShapeInferencePass()(source.model)
+    result = Quantised(recipe, RoundToNearest())
+    if config.bits is not None:
+        batch = calibration_batch(
+            source.folder,
+            vocab,
+            replace(config.calibration, sequences=SEARCH_SEQUENCES, length=SEARCH_LENGTH),
+        )
+        recipe, mix = search(source.model.graph, recipe, batch, config.bits, progress)
+        result = replace(result, recipe=recipe, mix=mix)
+    if recipe.calibrated:
+        batch = calibration_batch(source.folder, vocab, config.calibration)
+        result = replace(result, quantizer=calibrate(source.model, recipe, batch, scratch, progress))
+    if config.evaluate:
+        result = replace(result, error=_evaluate(source, result, config))
+    return result
+
+
+def _evaluate(source: ExportedModel, quantised: Quantised, config: BuildConfig) -> ModelError:
+    """On the text that calibration does not see by default. A second reading gives the model before scales
+    folded."""
+    length = min(EVALUATION_LENGTH, source.spec.max_positions)
+    shape = CalibrationConfig(sequences=max(1, config.evaluate // length), length=length)
+    text = default_text(1)
+    batch = text_batch(source.folder, source.spec.vocab_size, text, shape, "Python's help topics")
+    original = read_exported(source.folder).model
+    ShapeInferencePass()(original)
+    weights = quantised_weights(quantised.quantizer, quantised.recipe)
+    return compare(
+        Logits(original.graph, batch, exact_weights), Logits(source.model.graph, batch, weights), batch
+    )
