@@ -221,7 +221,14 @@ QUANT_MOE = Op(
         Param("down", ("uint8",), ("bytes",)),
     ),
     outputs=(Param("y", FLOATS, ("T", "H")),),
-    attributes=(*_ROUTING, *(a for a in _PACKED if a.name not in ("in_features", "out_features"))),
+    attributes=(
+        *_ROUTING,
+        Attribute("format", None, f"one of {', '.join(WEIGHT_FORMATS)}"),
+        Attribute(
+            "block_size", 0, "weights along K that share a scale; 0: the float formats, or a whole row"
+        ),
+        Attribute("symmetric", 1, "0: each block has a minimum beside its scale, w = scale*q + minimum"),
+    ),
 )
 
 # Canonical ops that no library runs as they are.

@@ -69,7 +69,7 @@ class WeightFormat:
         return WeightFormat("i4", int(i4_block), sign != "asym")
 
     def layout_key(self, in_features: int) -> str:
-        """What the manifest records the packed layout under: a scale for each row depends on the row's length."""
+        """Name of the packed layout in the manifest: with a scale for each row it depends on their length."""
         by_row = self.kind == "i8" and not self.block
         return f"{self.key}.k{in_features}" if by_row else self.key
 

@@ -13,8 +13,11 @@ from export_support import ReferenceRunner, check_against_oracle, make_model, sa
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.export.errors import UnsupportedModelError
 from enginebay.export.exporter import export_model
+from enginebay.export.verify import verify
+from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 SMALL: dict[str, Any] = {
     "vocab_size": 103,
@@ -184,3 +187,14 @@ def test_prediction_heads_beyond_the_last_layer_are_reported(tmp_path: Path) -> 
     extra = "model.layers.3.eh_proj.weight"
     save_file({**tensors, extra: torch.ones(4, 4)}, folder / "model.safetensors")
     assert export_model(folder, tmp_path / "out").ignored == (extra,)
+
+
+@pytest.mark.parametrize(("quant", "kl"), [("int8", 1e-3), ("int4", 0.1)])
+def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16}
+    folder = save(make_model(hf.Qwen3MoeConfig(**{**SMALL, **QWEN, **sizes})), tmp_path / "model")
+    export_model(folder, tmp_path / "exported")
+    build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant))
+    engine = OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=32, threads=2))
+    result = verify(engine, folder, tokens=192, window=48)
+    assert 1e-9 < result.mean_kl < kl

@@ -165,6 +165,28 @@ def test_more_pairs_than_one_run_holds(library: KernelLibrary) -> None:
         np.testing.assert_array_equal(alone[0], together[token])
 
 
+def test_a_scale_for_each_row(library: KernelLibrary) -> None:
+    """block_size 0 of an integer format is a row of either matrix."""
+    rng = np.random.default_rng(1)
+    runner = MoeRunner(library, **SHAPE, format="i8")
+    x, logits = rng.normal(size=(2, 9, 64)).astype(np.float32)
+    packed, weights = {}, {}
+    for (name, rows, columns), stride in zip(
+        (("gate_up", 192, 64), ("down", 64, 96)), runner.strides(), strict=True
+    ):
+        codes = rng.integers(-127, 128, (6, rows, columns)).astype(np.int8)
+        scales = np.full((rows, 1), 2.0**-9, np.float32)
+        parts = [library.pack_linear(part, scales, format="i8", block_size=columns) for part in codes]
+        packed[name] = np.concatenate([np.pad(part, (0, stride - len(part))) for part in parts])
+        weights[name] = codes.astype(np.float64) * 2.0**-9
+    logits = logits[:, :6].copy()
+    actual = runner.run(x=x, router_logits=logits, **packed)
+    expected = reference.moe(
+        x.astype(np.float64), logits.astype(np.float64), **weights, top_k=2, activation="silu"
+    )
+    np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_topk"])
 def test_a_nan_stays_in_its_row(library: KernelLibrary, scoring: str) -> None:
     case = Case(library, scoring=scoring)

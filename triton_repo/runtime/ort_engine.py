@@ -164,11 +164,13 @@ def machine_facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFa
     """This machine, with the layouts of the formats that the engine holds."""
     layouts = {}
     for record in manifest.quantization.layers.values():
-        if record.format in layouts:
-            continue
         rows, columns = record.shape
         kind, block, symmetric = _parse_format(record.format)
-        layouts[record.format] = library.linear_layout(
+        # As WeightFormat.layout_key names them: a scale for each row depends on the row's length.
+        key = f"{record.format}.k{columns}" if kind == "i8" and block == 0 else record.format
+        if key in layouts:
+            continue
+        layouts[key] = library.linear_layout(
             rows=rows,
             columns=columns,
             format=kind,

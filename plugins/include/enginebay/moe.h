@@ -40,7 +40,7 @@ typedef struct eb_moe_desc {
   float routed_scale;             /* 1: none */
   eb_activation activation;
   eb_dtype format; /* of the experts' weights, as in eb_quant_linear_desc */
-  int32_t block_size, symmetric;
+  int32_t block_size, symmetric; /* block_size 0 of an integer format: a whole row of either matrix */
   eb_dtype io_dtype; /* of x and y */
   float clamp;       /* 0: none; else gate is at most clamp, up within -clamp..clamp, and */
   float clamp_alpha; /* (up + 1) * gate * sigmoid(clamp_alpha * gate) replaces activation(gate) * up */
