@@ -56,22 +56,22 @@ def compiler() -> Finding:
 
 
 def plugin_library() -> Finding:
-    from enginebay.plugins import load
+    from enginebay.plugins.load import KernelLibrary
 
     try:
-        library = load.load_library()
+        library = KernelLibrary()
     except (OSError, ValueError, RuntimeError) as error:
         return Finding(
             "plugin library", ok=False, detail=str(error), needed_for="ort-cpu", fix="make plugins"
         )
-    return Finding("plugin library", ok=True, detail=f"{library.path} ({library.isa})", needed_for="ort-cpu")
+    return Finding("plugin library", True, str(library.path), "ort-cpu")
 
 
 def triton_server() -> Finding:
-    from enginebay.triton_repo import server
+    from enginebay.triton_repo.install import find_server
 
     try:
-        found = server.find_server()
+        found = find_server()
     except (OSError, ValueError, RuntimeError) as error:
         return Finding(
             "Triton server", ok=False, detail=str(error), needed_for="enginebay serve",

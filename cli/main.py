@@ -1,6 +1,6 @@
 """The `enginebay` command: composition root of the pipeline.
 
-Each command is a module of `cli/commands` with `HELP`, `configure(parser)` and `run(args) -> int`.
+Each command is a module of `cli/commands` with `configure(parser)` and `run(args) -> int`.
 Exit status: 0 done, 1 it could not be done (the reason is on standard error), 2 wrong usage, 130 interrupted.
 """
 
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 
 from enginebay.cli.console import fail, package_version
 
-COMMANDS = (
-    "quickstart",
-    "sample_model",
-    "export",
-    "build",
-    "package",
-    "serve",
-    "client",
-    "generate",
-    "verify",
-    "bench",
-    "inspect",
-    "doctor",
-)
+COMMANDS = {
+    "quickstart": "the whole pipeline on a small real model",
+    "sample-model": "a small real model to try things with",
+    "export": "Hugging Face folder -> canonical ONNX",
+    "build": "canonical ONNX -> engine",
+    "package": "engine -> Triton model repository",
+    "serve": "run the Triton server on a model repository",
+    "client": "ask a running server",
+    "generate": "answer one prompt in this process, without a server",
+    "verify": "compare an engine with its Hugging Face model",
+    "bench": "measure an engine by itself",
+    "inspect": "say what a folder holds",
+    "doctor": "what this machine can build and run, and why not the rest",
+}
 
 EPILOG = """\
 from a checkpoint to a server:
@@ -40,8 +40,8 @@ from a checkpoint to a server:
 """
 
 
-def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of every command in `names`."""
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for `arguments`. Of all commands' modules only the one asked for is imported."""
     parser = argparse.ArgumentParser(
         prog="enginebay",
         description="Turn a Hugging Face language model into an optimised engine and a Triton deployment.",
@@ -51,22 +51,21 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"enginebay {package_version()}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in names:
-        module = importlib.import_module(f"enginebay.cli.commands.{name}")
-        sub = commands.add_parser(
-            name.replace("_", "-"),
-            help=module.HELP,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.configure(sub)
-        sub.set_defaults(run=module.run)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, words in COMMANDS.items():
+        sub = commands.add_parser(name, help=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked:
+            module = importlib.import_module(f"enginebay.cli.commands.{name.replace('-', '_')}")
+            sub.description = module.__doc__
+            module.configure(sub)
+            sub.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    args = build_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser(arguments).parse_args(arguments)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:

@@ -1,7 +1,8 @@
 """Measure an engine by itself: prefill and decode tokens per second, step time, peak memory.
 
-Each row is `batch` sequences of `prompt` random tokens, then `new` tokens each, greedy. prefill_tok_s counts prompt
-tokens until every sequence has its first token; decode_tok_s counts the tokens after it, all rows together.
+Each row is `batch` sequences of `prompt` random tokens, then `new` tokens each, greedy. prefill_tok_s counts
+prompt tokens until every sequence has its first token; decode_tok_s counts the tokens after it, all rows
+together.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from pathlib import Path
 from enginebay.cli.console import print_json
 from enginebay.triton_repo.runtime.measure import bench_engine
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions
-
-HELP = "measure an engine by itself"
 
 
 def batches(text: str) -> tuple[int, ...]:
@@ -38,11 +37,10 @@ def run(args: argparse.Namespace) -> int:
         print_json([asdict(row) for row in rows])
         return 0
     print(
-        f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill tok/s':>15}{'decode tok/s':>14}{'step ms':>9}{'RSS MB':>8}"
+        f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill tok/s':>15}{'decode tok/s':>14}{'step ms':>9}{'MB':>7}"
     )
     for row in rows:
-        print(
-            f"{row.batch:6}{row.prompt:8}{row.new:6}{row.prefill_tok_s:15.1f}{row.decode_tok_s:14.1f}"
-            f"{row.step_ms_p50:9.2f}{row.peak_rss_mb:8.0f}"
-        )
+        sizes = f"{row.batch:6}{row.prompt:8}{row.new:6}"
+        speeds = f"{row.prefill_tok_s:15.1f}{row.decode_tok_s:14.1f}{row.step_ms_p50:9.2f}"
+        print(f"{sizes}{speeds}{row.peak_rss_mb:7.0f}")
     return 0

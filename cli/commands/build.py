@@ -20,8 +20,6 @@ from enginebay.cli.console import print_json, progress, say
 from enginebay.plugins.load import KernelLibrary
 from enginebay.triton_repo.runtime.ort_engine import machine_facts
 
-HELP = "canonical ONNX -> engine"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     default = BuildConfig()

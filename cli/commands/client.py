@@ -13,7 +13,6 @@ from enginebay.cli.commands.serve import GRPC_PORT, HTTP_PORT
 from enginebay.cli.console import say
 from enginebay.triton_repo.client import Answer, ClientError, generate_grpc, generate_http
 
-HELP = "ask a running server"
 CLIENTS: dict[str, Callable[..., Answer]] = {"grpc": generate_grpc, "http": generate_http}
 DEFAULT_URLS = {"grpc": f"127.0.0.1:{GRPC_PORT}", "http": f"http://127.0.0.1:{HTTP_PORT}"}
 

@@ -12,8 +12,6 @@ from enginebay.builder.targets import PLANNED, TARGETS
 from enginebay.cli.console import print_json
 from enginebay.cli.machine import examine
 
-HELP = "what this machine can build and run, and why not the rest"
-
 # Without these the embedded default, ort-cpu behind Triton, does not work; the rest is optional.
 ESSENTIAL = {"python", "plugin library", "onnxruntime", "onnx", "tokenizers", "Triton server"}
 

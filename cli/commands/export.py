@@ -12,8 +12,6 @@ from pathlib import Path
 from enginebay.cli.console import print_json, progress, say
 from enginebay.export.exporter import ExportReport, describe, export_model, is_current
 
-HELP = "Hugging Face folder -> canonical ONNX"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and *.safetensors")

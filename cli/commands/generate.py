@@ -17,8 +17,6 @@ from enginebay.triton_repo.runtime.ort_engine import EngineOptions
 from enginebay.triton_repo.runtime.request import SamplingParams
 from enginebay.triton_repo.runtime.text import TextTokenizer
 
-HELP = "answer one prompt in this process, without a server"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     default = SamplingParams()

@@ -13,8 +13,6 @@ from enginebay.builder.manifest import MANIFEST, EngineManifest
 from enginebay.cli.console import print_json
 from enginebay.export.exporter import SPEC_FILE, describe, export_model
 
-HELP = "say what a folder holds"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")

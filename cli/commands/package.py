@@ -1,7 +1,7 @@
 """Engine -> Triton model repository, complete in itself and free to move.
 
-The repository holds the engine, the serving code and the kernel library. It runs under `enginebay serve` and in
-NVIDIA's Triton container (docs/serving.md). Other models in REPO stay as they are.
+The repository holds the engine, the serving code and the kernel library. It runs under `enginebay serve` and
+in NVIDIA's Triton container (docs/serving.md). Other models in REPO stay as they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from enginebay.cli.console import print_json, say
 from enginebay.triton_repo.backend.settings import ServingSettings
 from enginebay.triton_repo.package import PackageConfig, package_repo
-
-HELP = "engine -> Triton model repository"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,6 @@ from enginebay.cli.sample_model import fetch_sample_model
 from enginebay.triton_repo.package import package_repo
 from enginebay.triton_repo.server import TritonServer
 
-HELP = "the whole pipeline on a small real model"
 QUESTION = "What is the capital of France?"
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from enginebay.cli.console import say
 from enginebay.cli.sample_model import fetch_sample_model
 
-HELP = "a small real model to try things with"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")

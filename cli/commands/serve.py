@@ -13,7 +13,6 @@ from enginebay.cli.console import say, status_line
 from enginebay.triton_repo.install import find_server
 from enginebay.triton_repo.server import ServerOptions, TritonServer
 
-HELP = "run the Triton server on a model repository"
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002  # Triton's own defaults
 
 

@@ -17,8 +17,6 @@ from enginebay.cli.console import print_json, progress, say
 from enginebay.export.verify import verify
 from enginebay.triton_repo.runtime.ort_engine import OrtEngine
 
-HELP = "compare an engine with its Hugging Face model"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path, metavar="ENGINE", help="folder `enginebay build` wrote")

@@ -1,0 +1,89 @@
+"""The stages by their stable forms, on a tiny model: what each prints, keeps, refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from enginebay.cli.main import main
+
+
+def test_export_build_inspect_in_order(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported, engine = tmp_path / "exported", tmp_path / "engine"
+    assert main(["export", str(model), str(exported), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 79_168 + 160 * 64 * 0
+    assert (
+        main(["build", str(exported), str(engine), "--target", "ort-cpu", "--quant", "int4", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["recipe"] == "int4"
+    for folder, kind in ((model, "Hugging Face model"), (exported, "exported model"), (engine, "engine")):
+        assert main(["inspect", str(folder), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["kind"] == kind
+        assert main(["inspect", str(folder)]) == 0
+        assert kind in capsys.readouterr().out
+
+
+def test_a_dry_run_writes_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(model), "--dry-run"]) == 0
+    assert "would export" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keep_does_nothing_until_something_changed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported, engine = tmp_path / "exported", tmp_path / "engine"
+    export = ["export", str(model), str(exported), "--keep"]
+    build = ["build", str(exported), str(engine), "--quant", "fp32", "--keep"]
+    assert main(export) == main(build) == 0
+    before = {path: path.stat().st_mtime_ns for path in [*exported.iterdir(), *engine.iterdir()]}
+    capsys.readouterr()
+    assert main(export) == main(build) == 0
+    assert capsys.readouterr().err.count("kept") == 2
+    assert before == {path: path.stat().st_mtime_ns for path in [*exported.iterdir(), *engine.iterdir()]}
+    assert main([*build[:3], "--quant", "int4", "--keep"]) == 0
+    assert "built" in capsys.readouterr().err
+    with (engine / "weights.bin").open("r+b") as weights:
+        weights.truncate(100)
+    assert main([*build[:3], "--quant", "int4", "--keep"]) == 0
+    assert "built" in capsys.readouterr().err
+
+
+def test_verify_prints_its_figures_and_judges_when_asked(
+    model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify = ["verify", str(engine), "--reference", str(model), "--tokens", "128", "--window", "64"]
+    assert main([*verify, "--json", "--max-perplexity-ratio", "1.001"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["max_abs_logit_error"] < 1e-4
+    assert figures["greedy_match"] == 1.0
+    assert not figures["text"]
+    assert {"mean_kl", "perplexity", "reference_perplexity"} <= set(figures)
+    assert main([*verify, "--max-perplexity-ratio", "0.5"]) == 1
+    assert "above 0.5" in capsys.readouterr().err
+
+
+def test_bench_prints_rows(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(engine), "--json", "--batch", "1,3", "--prompt", "9", "--new", "5"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["batch"] for row in rows] == [1, 3]
+    fields = {"batch", "prompt", "new", "prefill_tok_s", "decode_tok_s", "step_ms_p50", "peak_rss_mb"}
+    assert fields <= set(rows[0])
+    assert all(row["decode_tok_s"] > 0 for row in rows)
+
+
+def test_bench_refuses_a_batch_beyond_the_engine(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(engine), "--batch", "5"]) == 1
+    assert "batch 5" in capsys.readouterr().err
+
+
+def test_generate_needs_a_tokenizer(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(engine), "hello"]) == 1
+    assert "tokenizer.json" in capsys.readouterr().err
