@@ -19,17 +19,20 @@ from enginebay.triton_repo.runtime.plan import Chunk, StepPlan
 from enginebay.triton_repo.runtime.request import FinishReason, Request
 from enginebay.triton_repo.runtime.sequence import Sequence, Status
 
+# Enough rows to keep matrix products busy, few enough that decoding waits for a prefill only briefly.
+STEP_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Policy. None takes the engine's own limit.
+    """Policy, within the engine's own limits. `max_batch` None takes the engine's.
 
     A request of priority p is served as if it had arrived `priority_stride` * p requests later, so at most
     that many later requests overtake it for each level: priorities never starve anyone.
     """
 
     max_batch: int | None = None  # sequences that run together
-    max_step_tokens: int | None = None  # tokens of a step: bounds how long a prefill delays the others
+    max_step_tokens: int | None = None  # tokens of a step; None: STEP_TOKENS, or one for each sequence
     prefix_caching: bool = True
     priority_stride: int = 256
     reserved_blocks: int = 0  # leading blocks of the pool that are never given out
@@ -72,7 +75,8 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, config.reserved_blocks)
         self.kv = KVManager(self.pool, limits.block_size, prefix_caching=config.prefix_caching)
-        self.max_step_tokens = min(config.max_step_tokens or limits.max_step_tokens, limits.max_step_tokens)
+        step_tokens = config.max_step_tokens or max(STEP_TOKENS, limits.max_batch)
+        self.max_step_tokens = min(step_tokens, limits.max_step_tokens)
         # Every running sequence gets a token in every step, so there are never more of them than tokens.
         self.max_batch = min(config.max_batch or limits.max_batch, limits.max_batch, self.max_step_tokens)
         if self.max_batch < 1 or config.priority_stride < 0:

@@ -123,9 +123,9 @@ def test_cost_is_linear(kind: str) -> None:
     def seconds(tokens: list[int]) -> float:
         best = float("inf")
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.thread_time()
             pieces(kind, tokens)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
         return best
 
     assert seconds(ids * 50) < 40 * seconds(ids * 5)
