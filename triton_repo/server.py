@@ -33,7 +33,7 @@ __all__ = [
     "find_server",
 ]
 
-_LAUNCHER = Path(__file__).with_name("launch.py")
+_SUPERVISOR = Path(__file__).with_name("supervise.py")
 _EXIT_GRACE = 8.0  # seconds that an idle server gets to leave by itself
 _POLL = 0.1
 _WATCH = 0.5
@@ -89,7 +89,8 @@ class TritonServer:
         self._install = install
         self._progress = progress or (lambda _: None)
         self._scratch: Scratch | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the supervisor
+        self._pid = 0  # the server
         self._ended = threading.Event()
         self._reason = ""
         self._stopping = False
@@ -109,8 +110,8 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server has not been started"
-        return self._process.pid
+        assert self._pid, "the server has not been started"
+        return self._pid
 
     @property
     def log_text(self) -> str:
@@ -119,7 +120,8 @@ class TritonServer:
 
     def worker_pids(self) -> list[int]:
         """The Python backend's workers: one for each model instance."""
-        return sorted(_children(self.pid))
+        parents = {int(path.name): _stat(path / "stat")[1:2] for path in Path("/proc").glob("[0-9]*")}
+        return sorted(pid for pid, parent in parents.items() if parent == [str(self.pid)])
 
     def start(self) -> Self:
         """Starts the server and returns once it is ready (or, without `exit_on_error`, once it has tried)."""
@@ -150,9 +152,9 @@ class TritonServer:
         process = self._process
         if process is not None:
             if drain and process.poll() is None:
-                self._drain(process)
-            _kill_group(process.pid)
-            self._ended.wait()
+                self._drain()
+            self._kill()
+            process.wait()
         self._scratch.release()
         self._scratch = None
 
@@ -170,8 +172,8 @@ class TritonServer:
         def note(_number: int, _frame: FrameType | None) -> None:
             nonlocal signals
             signals += 1
-            if signals > 1 and self._process is not None:
-                _kill_group(self._process.pid)
+            if signals > 1:
+                self._kill()
 
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -243,50 +245,41 @@ class TritonServer:
         ]
 
     def _link(self, scratch: Scratch) -> Path:
-        """The repository by a path without spaces: the Python backend starts its worker by an unquoted one."""
+        """The repository by a path without spaces: the Python backend does not quote it for its shell."""
         link = scratch.folder / "repository"
         link.symlink_to(self.repository.resolve())
         return link
 
     def _spawn(self, install: ServerInstall) -> None:
-        """Starts the process from a thread that lives as long as it does: PR_SET_PDEATHSIG fires when the
-        thread that started the process ends, not only when the whole parent does."""
+        """Starts the server under a supervisor, which ends it when this process ends (supervise.py)."""
         assert self._scratch is not None
         scratch = self._scratch
-        command = [
-            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
-            *self._command(install, scratch),
-        ]
-        environment = {**install.environment(), ENVIRONMENT: str(scratch.folder)}
-        started = threading.Event()
-        failure: list[OSError] = []
+        pid_file = scratch.folder / "pid"
+        command = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(pid_file)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command + self._command(install, scratch),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**install.environment(), ENVIRONMENT: str(scratch.folder)},
+                pass_fds=(scratch.lock,),
+                start_new_session=True,
+            )
+        while not pid_file.exists():
+            if self._process.poll() is not None:
+                raise ServerError(f"{install.binary}: cannot be started: {self.log_text.strip()}")
+            time.sleep(0.01)
+        self._pid = int(pid_file.read_text())
+        threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
 
-        def keep() -> None:
-            try:
-                with self._log.open("wb") as log:
-                    self._process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                        pass_fds=(scratch.lock,),
-                        start_new_session=True,
-                    )
-            except OSError as error:
-                failure.append(error)
-                return
-            finally:
-                started.set()
-            self._watch(self._process)
-
-        threading.Thread(target=keep, name="triton-server", daemon=True).start()
-        started.wait()
-        if failure:
-            raise ServerError(f"{install.binary}: cannot be started: {failure[0]}") from failure[0]
+    def _kill(self) -> None:
+        """Ends the server at once, its workers too."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Follows the process to its end. A server whose worker died would leave its streams hanging for ever
+        """Follows the server to its end. A server whose worker died would leave its streams hanging for ever
         and still call itself ready, so it is ended too."""
         workers: list[int] = []
         for look in itertools.count():
@@ -294,14 +287,14 @@ class TritonServer:
                 status = process.wait(_WATCH)
             except subprocess.TimeoutExpired:
                 if not workers or look % _LOOKS == 0:  # looking through all of /proc takes a while
-                    workers = sorted(_children(process.pid))
+                    workers = self.worker_pids()
                 dead = [pid for pid in workers if _stat(Path(f"/proc/{pid}/stat"))[:1] == ["Z"]]
                 if dead and not self._stopping:
                     self._reason = f"its Python worker, process {dead[0]}, died"
-                    _kill_group(process.pid)
+                    self._kill()
                 continue
             self._reason = self._reason or f"exit status {status}"
-            _kill_group(process.pid)
+            self._kill()
             self._ended.set()
             return
 
@@ -332,13 +325,13 @@ class TritonServer:
             return False
         return bool(states) and all(state in ("READY", "UNAVAILABLE") for state, _ in states.values())
 
-    def _drain(self, process: subprocess.Popen[bytes]) -> None:
+    def _drain(self) -> None:
         """Triton's own shutdown lets requests finish but still takes new ones over gRPC, and may wait for
         streams that are idle. So the models are told too, and say when they are done (backend/control.py)."""
         assert self._scratch is not None
         folder = self._scratch.folder
         (folder / DRAIN).touch()
-        process.send_signal(signal.SIGTERM)
+        os.kill(self._pid, signal.SIGTERM)
         deadline = time.monotonic() + self.options.drain_timeout + _EXIT_GRACE
         idle_since: float | None = None
         while time.monotonic() < deadline:
@@ -350,29 +343,12 @@ class TritonServer:
                 return
 
 
-def _children(pid: int) -> dict[int, str]:
-    """Child processes and their state letters (Z: dead)."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        fields = _stat(entry)
-        if fields and int(fields[1]) == pid:
-            found[int(entry.parent.name)] = fields[0]
-    return found
-
-
 def _stat(path: Path) -> list[str]:
     """The fields of a stat file after the process's name: state, parent, …; none where it is gone."""
     try:
         return path.read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _get_status(url: str) -> int:

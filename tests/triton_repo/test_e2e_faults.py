@@ -79,11 +79,13 @@ def test_closing_an_answer_cancels_it(server: TritonServer) -> None:
     for ask, url in ((generate_grpc, server.grpc_url), (generate_http, server.http_url)):
         with ask(url, "Go on", ENDLESS) as answer:
             next(iter(answer))
+            assert eventually(lambda: running(server) == 1)
         assert eventually(lambda: idle(server), SOON)
 
 
 def test_outcomes_are_counted(server: TritonServer) -> None:
-    assert eventually(lambda: idle(server))
+    time.sleep(1.5)  # what is published once a second
+    assert idle(server)
     before = metrics(server)
     for _ in range(5):
         assert post(server, "generate", {"text_input": "fine", "max_tokens": 3})[0] == 200

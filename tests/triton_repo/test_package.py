@@ -49,7 +49,7 @@ def test_config_parses_as_tritons_own_message(repository: Path) -> None:
     assert config.name == "llm"
     assert config.max_batch_size == 0
     assert config.model_transaction_policy.decoupled
-    assert [(item.name, list(item.dims)) for item in config.input][0] == ("text_input", [1])
+    assert next((item.name, list(item.dims)) for item in config.input) == ("text_input", [1])
     assert all(item.optional for item in config.input if item.name != "text_input")
     parameters = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
     assert ServingSettings.from_parameters(parameters) == ServingSettings(threads=1, num_blocks=4096)
@@ -90,7 +90,8 @@ def test_packaged_code_runs_without_the_project(repository: Path) -> None:
     """In an interpreter that has no EngineBay: only the folder's own lib is importable."""
     lib = repository / "llm" / "1" / "lib"
     code = (
-        "import sys, importlib.metadata as m; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "import sys, importlib.metadata as m;"
+        "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)];"
         f"sys.path.insert(0, {str(lib)!r}); import {ENTRY} as s, enginebay.plugins.load as l;"
         "print(s.__file__, l.library_path(), m.distribution('enginebay').metadata['Name'])"
     )

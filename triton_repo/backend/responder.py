@@ -39,7 +39,7 @@ class Responder:
 
     `responses` and `polls` are budgets per second. `patience` is the seconds that requests without streaming
     get: over HTTP the server does not see their clients go. `cancel` is called once with the id of each
-    request whose client has gone. `tick` is called between sends, at least twice a second. `log` hears what went wrong.
+    request whose client has gone. `tick` is called between sends, at least twice a second.
     """
 
     def __init__(

@@ -120,11 +120,11 @@ class Service:
         self._responder.drain()
 
     def _tick(self, live: bool) -> None:
-        """Publishes the counters once a second, and at once when the last stream has ended."""
+        """Publishes the counters once a second, and at once when the first stream begins or the last ends."""
         now = time.monotonic()
-        ended = self._was_live and not live
+        turned = self._was_live != live
         self._was_live = live
-        if ended or now - self._published >= _PUBLISH_SECONDS:
+        if turned or now - self._published >= _PUBLISH_SECONDS:
             self._published = now
             self._metrics.publish(self._loop.stats(), self._refused)
         if self._loop.failure is not None and not live and ENVIRONMENT in os.environ:

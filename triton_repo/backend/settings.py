@@ -26,7 +26,7 @@ class ServingSettings:
     cache_bytes           of the KV cache; auto: a quarter of the memory available, 4 GiB at most
     num_blocks            of the KV cache, instead of cache_bytes
     max_batch             sequences that run together; auto: the engine's limit
-    max_step_tokens       tokens of a step; auto: the engine's limit
+    max_step_tokens       tokens of a step; auto: 256, so that a long prompt delays other streams only briefly
     max_waiting           requests that may wait; more are refused
     prefix_caching        reuse blocks of equal prefixes
     responses_per_second  of all streams together; what a stream makes between two of its own goes out as one

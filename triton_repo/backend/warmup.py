@@ -16,7 +16,8 @@ _LONG = 256
 def warm_up(loop: EngineLoop, limits: EngineLimits, max_batch: int, done: dict[str, threading.Event]) -> None:
     """Runs prefills and decodes of several shapes: one sequence, a long prompt, a full batch.
 
-    `max_batch` sequences run together. `done` gets an event for each request before it is submitted; the sink sets it with the final output.
+    `max_batch` sequences run together. `done` gets an event for each request before it is submitted; the
+    sink sets it with the final output.
     RuntimeError if a step fails or hangs: an engine that cannot serve must not become ready.
     """
     most = max(1, limits.max_sequence - _NEW_TOKENS)
