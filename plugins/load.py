@@ -27,7 +27,7 @@ MESSAGE_BYTES = 512
 
 STATUS_NAMES = {1: "invalid argument", 2: "unsupported", 3: "device error", 4: "internal error"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
-WEIGHT_FORMATS = {"f32": 1, "f16": 2, "bf16": 3, "i8": 5, "i4": 6}
+WEIGHT_FORMATS = {"f32": 1, "f16": 2, "bf16": 3, "f8": 4, "i8": 5, "i4": 6}
 ACTIVATIONS = {name: index for index, name in enumerate(ops.ACTIVATIONS)}
 
 Array = NDArray[Any]
@@ -176,13 +176,14 @@ class KernelLibrary:
     ) -> Bytes:
         """Plain weights to this library's layout, uint8 [bytes].
 
-        values [N, K]: float32, float16 or bfloat16 for the float formats, int8 for i8, uint8 0..15 for i4.
+        values [N, K]: float32, float16 or bfloat16 for f32, f16, bf16, int8 for i8, uint8 for i4
+        (0..15) and f8 (the bits of E4M3).
         scales and minimums float32 [N, K/block_size]; minimums exactly where not symmetric.
         """
         rows, columns = values.shape
-        expected = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i8": "int8", "i4": "uint8"}
-        _expect("values", values, expected[_known_format(format)], (rows, columns))
-        quantised = format in ("i8", "i4")
+        expected = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i8": "int8"}
+        _expect("values", values, expected.get(_known_format(format), "uint8"), (rows, columns))
+        quantised = format in ("f8", "i8", "i4")
         for name, array, needed in (
             ("scales", scales, quantised),
             ("minimums", minimums, quantised and not symmetric),

@@ -110,13 +110,13 @@ LATENT_SHAPES = {
 }
 
 # Weight layouts of QuantLinear and Embedding: how N x K weights are stored, not which device packs them.
-WEIGHT_FORMATS = ("f32", "f16", "bf16", "i8", "i4")
+WEIGHT_FORMATS = ("f32", "f16", "bf16", "f8", "i8", "i4")
 
 _PACKED = (
     Attribute("in_features", None, "K"),
     Attribute("out_features", None, "N"),
     Attribute("format", None, f"one of {', '.join(WEIGHT_FORMATS)}"),
-    Attribute("block_size", 0, "weights along K that share a scale; 0 for the float formats"),
+    Attribute("block_size", 0, "weights along K that share a scale; 0 for f32, f16, bf16"),
     Attribute("symmetric", 1, "0: each block has a minimum beside its scale, w = scale*q + minimum"),
 )
 

@@ -39,10 +39,12 @@ class Format:
 
 
 FLOATS = (Format("f32"), Format("f16"), Format("bf16"))
+F8 = tuple(Format("f8", block) for block in (32, 128, 384))
 INTEGERS = (
     *(Format("i4", block, symmetric) for block in (32, 64, 128) for symmetric in (True, False)),
     *(Format("i8", block) for block in (32, 64, 128, 384)),
 )
+ALL = [*FLOATS, *F8, *INTEGERS]
 DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -65,6 +67,8 @@ class Layer:
 
 def make_layer(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.random.Generator) -> Layer:
     """Random weights whose scales and minimums are halves, so that packing must keep them exactly."""
+    if fmt.kind == "f8":
+        return make_f8_layer(library, fmt, n, k, rng)
     if not fmt.integer:
         values = rng.standard_normal((n, k)).astype(DTYPES[fmt.kind])
         packed = library.pack_linear(values, **fmt.arguments)
@@ -85,6 +89,16 @@ def make_layer(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.rand
     if minimums is not None:
         weights = weights + np.repeat(minimums, fmt.block, 1)
     return Layer(fmt, n, k, packed, weights, q, scales, minimums)
+
+
+def make_f8_layer(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.random.Generator) -> Layer:
+    """Every E4M3 number, zeros and subnormals among them, but NaN."""
+    bits = rng.integers(0, 256, (n, k)).astype(np.uint8)
+    bits[(bits & 0x7F) == 0x7F] = 0x01
+    scales = rng.uniform(0.5, 2, (n, k // fmt.block)).astype(np.float32)
+    packed = library.pack_linear(bits, scales, **fmt.arguments)
+    values = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return Layer(fmt, n, k, packed, np.repeat(scales, fmt.block, 1) * values)
 
 
 def quantised_rows(x: Floats, block: int) -> tuple[NDArray[np.int64], Floats]:
@@ -129,7 +143,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.mark.parametrize("fmt", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_unpack_gives_back_what_was_packed(
     library: KernelLibrary, fmt: Format, rng: np.random.Generator
 ) -> None:
@@ -139,7 +153,7 @@ def test_unpack_gives_back_what_was_packed(
         np.testing.assert_array_equal(unpacked, layer.weights)
 
 
-@pytest.mark.parametrize("fmt", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_embedding_is_rows_of_unpack(library: KernelLibrary, fmt: Format, rng: np.random.Generator) -> None:
     layer = make_layer(library, fmt, 37, 384, rng)
     ids = np.array([36, 0, 5, 5, 16, *rng.integers(0, 37, 40)], np.int32)
@@ -169,6 +183,19 @@ def test_float_formats_multiply(
         assert (np.abs(layer.run(library, x, bias) - (exact + bias)) <= bound).all()
 
 
+@pytest.mark.parametrize("fmt", [*F8, Format("f8", 1152)], ids=str)
+def test_f8_multiplies(library: KernelLibrary, fmt: Format, rng: np.random.Generator) -> None:
+    for n, rows in ((1, 1), (70, 1), (33, 3), (131, 9), (48, 17), (50, 70)):
+        layer = make_layer(library, fmt, n, 1152, rng)
+        x = rng.standard_normal((rows, 1152)).astype(np.float32)
+        bias = rng.standard_normal(n).astype(np.float32)
+        exact = x.astype(np.float64) @ layer.weights.T.astype(np.float64)
+        size = np.abs(x.astype(np.float64)) @ np.abs(layer.weights.T.astype(np.float64))
+        bound = 2.0**-24 * (512 + 1152 // 32 + 3) * (size + 4)
+        assert (np.abs(layer.run(library, x) - exact) <= bound).all()
+        assert (np.abs(layer.run(library, x, bias) - (exact + bias)) <= bound).all()
+
+
 @pytest.mark.parametrize("fmt", INTEGERS, ids=str)
 def test_integer_formats_multiply(library: KernelLibrary, fmt: Format, rng: np.random.Generator) -> None:
     for n, rows in ((1, 1), (70, 1), (33, 2), (50, 3), (131, 9), (48, 17)):
@@ -190,7 +217,7 @@ def test_integer_formats_multiply(library: KernelLibrary, fmt: Format, rng: np.r
         assert (np.abs(layer.run(library, x) - exact) <= worst + bound).all()
 
 
-@pytest.mark.parametrize("fmt", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_a_row_depends_on_itself_alone(library: KernelLibrary, fmt: Format, rng: np.random.Generator) -> None:
     """Bit for bit: whatever the number of rows, their order and the threads."""
     n, k = 163, 1152
@@ -205,7 +232,7 @@ def test_a_row_depends_on_itself_alone(library: KernelLibrary, fmt: Format, rng:
             np.testing.assert_array_equal(layer.run(some, x[order], bias), alone[order])
 
 
-@pytest.mark.parametrize("fmt", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("fmt", ALL, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(
     library: KernelLibrary, fmt: Format, poison: float, rng: np.random.Generator
@@ -300,12 +327,12 @@ def test_no_rows(library: KernelLibrary, rng: np.random.Generator) -> None:
     assert layer.run(library, np.zeros((0, 64), np.float32)).shape == (0, 20)
 
 
-@pytest.mark.parametrize("fmt", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_layout_names(library: KernelLibrary, fmt: Format) -> None:
     name = library.linear_layout(rows=16, columns=384, **fmt.arguments)
     assert name.startswith(f"cpu-panel16-{fmt.kind}")
     assert name.endswith("-v1")
-    if fmt.integer:
+    if fmt.block:
         block = next(b for b in (128, 64, 32) if fmt.block % b == 0)
         assert name == f"cpu-panel16-{fmt.kind}b{block}{'' if fmt.symmetric else 'm'}-v1"
 
@@ -314,10 +341,12 @@ def test_layout_names(library: KernelLibrary, fmt: Format) -> None:
     ("fmt", "columns", "words"),
     [
         (Format("i4", 32), 48, "in_features 48 is not a multiple of block_size 32"),
-        (Format("i4", 16), 64, "block_size 16 of int4 weights is not a multiple of 32"),
+        (Format("i4", 16), 64, "block_size 16 of int4 weights is not a positive multiple of 32"),
         (Format("i8", 0), 64, "block_size 0 of int8 weights"),
         (Format("i8", -32), 64, "block_size -32 of int8 weights"),
         (Format("i8", 32, False), 64, "int8 weights have no minimum"),
+        (Format("f8", 0), 64, "block_size 0 of float8e4m3 weights"),
+        (Format("f8", 32, False), 64, "float8e4m3 weights have no minimum"),
         (Format("f32"), 0, "in_features 0 and out_features 16 must both be positive"),
     ],
 )
@@ -341,6 +370,12 @@ def test_packing_names_the_bad_value(library: KernelLibrary, rng: np.random.Gene
         both = (broken, minimums) if array is scales else (scales, broken)
         with pytest.raises(PluginError, match=f"{name} of output feature 17, block 1 is"):
             library.pack_linear(values, *both, **arguments)
+    bits = np.zeros((20, 64), np.uint8)
+    bits[19, 5] = 0xFF
+    with pytest.raises(
+        PluginError, match="float8e4m3 value 255 of output feature 19, input feature 5 is not a"
+    ):
+        library.pack_linear(bits, scales, **Format("f8", 32).arguments)
     values[18, 33] = 16
     with pytest.raises(PluginError, match="int4 value 16 of output feature 18, input feature 33"):
         library.pack_linear(values, scales, minimums, **arguments)
@@ -383,7 +418,7 @@ class TestRawCalls:
         assert call(name, None, ctypes.byref(size)) == (1, "QuantLinear: the descriptor is NULL")
         assert call(name, self.desc(), None)[0] == 1
         assert call(name, self.desc(), ctypes.byref(size), null_context=True)[0] == 1
-        for kind in (0, 4, 7, 99):
+        for kind in (0, 7, 99):
             status, words = call(name, self.desc(kind=kind), ctypes.byref(size))
             assert status == 2
             assert f"({kind})" in words

@@ -19,8 +19,8 @@ constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 // The op table's names, in the order of their codes.
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
 constexpr eb_activation kActivationCodes[] = {EB_SILU, EB_GELU, EB_GELU_TANH, EB_RELU, EB_RELU2};
-constexpr const char* kFormats[] = {"f32", "f16", "bf16", "i8", "i4"};
-constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4};
+constexpr const char* kFormats[] = {"f32", "f16", "bf16", "f8", "i8", "i4"};
+constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_F8E4M3, EB_I8, EB_I4};
 
 class PagedAttention {
  public:

@@ -23,15 +23,15 @@ extern "C" {
 typedef struct eb_quant_linear_desc {
   int32_t in_features, out_features; /* K, N */
   eb_dtype format;                   /* of the weights: EB_F32, EB_F16, EB_BF16, EB_I8, EB_I4, EB_F8E4M3 */
-  int32_t block_size;                /* along K; 0 for float formats */
+  int32_t block_size;                /* along K; 0 for f32, f16, bf16 */
   int32_t symmetric;                 /* 0: a minimum beside each scale */
   eb_dtype io_dtype;                 /* of x and y */
 } eb_quant_linear_desc;
 
 /* Quantised weights before packing. Float formats use `values` alone, in their own dtype.
- *   values  [N, K]: float formats: that dtype; EB_I8: int8; EB_I4: one value 0..15 per byte
- *   scales  [N, K/block] fp32, w = scale*(q - 8) for symmetric I4, scale*q for I8
- *   minimums [N, K/block] fp32, w = scale*q + minimum where symmetric is 0 */
+ *   values    [N, K]: f32, f16, bf16: that dtype; EB_F8E4M3: its bits; EB_I8: int8; EB_I4: 0..15, one a byte
+ *   scales    [N, K/block] fp32: w = scale*(q - 8) for symmetric I4, scale*q for I8 and F8E4M3
+ *   minimums  [N, K/block] fp32: w = scale*q + minimum where symmetric is 0 */
 typedef struct eb_quant_linear_weights {
   const void* values;
   const float* scales;

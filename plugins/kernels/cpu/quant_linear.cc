@@ -26,6 +26,8 @@ TileKernel choose_tile(const QuantLinearKernels& kernels, const QuantLinearLayou
       return kernels.f16;
     case EB_BF16:
       return kernels.bf16;
+    case EB_F8E4M3:
+      return kernels.f8;
     case EB_I8:
       return kernels.i8;
     default:
@@ -100,7 +102,7 @@ struct Run {
     const int64_t panel = group * grid.panels, panel_end = std::min(panel + grid.panels, layout.panels);
     const int64_t tile = run * grid.tiles, tile_end = std::min(tile + grid.tiles, tiles.count);
     if (layout.integer) return run_tiles(kernel, part_of(panel, panel_end), 0, tile, tile_end);
-    for (int64_t k = 0; k < layout.in_features; k += kChunk) {
+    for (int64_t k = 0; k < layout.in_features; k += chunk()) {
       if (widen != nullptr && tile_end - tile >= kWidenTiles) {
         run_widened(k, panel, panel_end, tile, tile_end);
       } else {
@@ -126,10 +128,16 @@ struct Run {
     return part;
   }
 
+  int64_t chunk() const { return layout.block > 0 ? layout.block : kChunk; }
+
   // The part's chunk of K that begins at k.
   TileTask chunk_of(TileTask part, int64_t k) const {
-    part.panels += static_cast<size_t>(k * kPanel) * weight_bytes(layout);
-    part.depth = std::min(kChunk, layout.in_features - k);
+    if (layout.block > 0) {
+      part.scales = part.panels + static_cast<size_t>(k / layout.block) * kPanel * sizeof(float);
+      part.scale_stride = layout.panel_bytes;
+    }
+    part.panels += layout.values_offset + static_cast<size_t>(k * kPanel) * weight_bytes(layout);
+    part.depth = std::min(chunk(), layout.in_features - k);
     part.first = k == 0;
     part.last = k + part.depth == layout.in_features;
     return part;
@@ -163,9 +171,10 @@ struct Run {
 };
 
 WidenWeights choose_widen(const QuantLinearKernels& kernels, const QuantLinearLayout& layout) {
-  return layout.format == EB_F16    ? kernels.widen_f16
-         : layout.format == EB_BF16 ? kernels.widen_bf16
-                                    : nullptr;
+  return layout.format == EB_F16      ? kernels.widen_f16
+         : layout.format == EB_BF16   ? kernels.widen_bf16
+         : layout.format == EB_F8E4M3 ? kernels.widen_f8
+                                      : nullptr;
 }
 
 eb_status check_rows(const eb_context* context, int64_t rows) {

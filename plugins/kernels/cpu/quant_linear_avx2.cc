@@ -10,7 +10,13 @@ namespace {
 
 constexpr int kRows = 4;  // at a time: accumulators for more do not fit 16 registers
 
-enum class Weights { kF32, kF16, kBf16, kI8, kI4, kI4Minimum };
+enum class Weights { kF32, kF16, kBf16, kF8, kI8, kI4, kI4Minimum };
+
+// Bytes of a weight of a float format.
+template <Weights W>
+constexpr size_t kBytes = W == Weights::kF32  ? 4
+                          : W == Weights::kF8 ? 1
+                                              : 2;
 
 // Lanes below `columns` of 8.
 inline __m256i column_mask(int64_t columns) {
@@ -26,36 +32,49 @@ template <Weights W>
 inline __m256 load_floats(const uint8_t* values) {
   if constexpr (W == Weights::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(values));
   if constexpr (W == Weights::kF16) return load_halves(values);
+  if constexpr (W == Weights::kF8) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values));
+    const __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);  // two copies of the sign on top
+    return _mm256_cvtph_ps(_mm_and_si128(moved, _mm_set1_epi16(static_cast<short>(0xbf80))));
+  }
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+// What the partial sums of 8 columns are multiplied by, where the format has scales.
+inline __m256 scale_of(const TileTask& task, int64_t column) {
+  if (task.scales == nullptr) return _mm256_setzero_ps();
+  const uint8_t* panel = task.scales + static_cast<size_t>(column / kPanel) * task.scale_stride;
+  const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float*>(panel) + column % kPanel);
+  return _mm256_mul_ps(scale, _mm256_set1_ps(kF8Unshift));
 }
 
 // Rows `row` to `row + R - 1` of the tile times one panel, along the task's chunk of K.
 template <int R, Weights W>
 inline void float_rows(const TileTask& task, int row, const uint8_t* panel, int64_t column) {
-  constexpr size_t kLane = W == Weights::kF32 ? 4 : 2;
   const uint8_t* values = panel;
   const float* x = reinterpret_cast<const float*>(task.x) + row;
   __m256 acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
   for (int64_t k = 0; k < task.depth; ++k) {
-    const __m256 left = load_floats<W>(values), right = load_floats<W>(values + 8 * kLane);
+    const __m256 left = load_floats<W>(values), right = load_floats<W>(values + 8 * kBytes<W>);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 value = _mm256_set1_ps(x[r]);
       acc[r][0] = _mm256_fmadd_ps(value, left, acc[r][0]);
       acc[r][1] = _mm256_fmadd_ps(value, right, acc[r][1]);
     }
-    values += kPanel * kLane;
+    values += kPanel * kBytes<W>;
     x += task.rows;
   }
   for (int half = 0; half < 2; ++half) {
     const int64_t first = column + 8 * half;
     const __m256i mask = column_mask(task.columns - first);
+    const __m256 scale = scale_of(task, first);
     for (int r = 0; r < R; ++r) {
       float* out = task.y + (row + r) * task.y_stride + first;
-      __m256 y = acc[r][half];
-      if (!task.first) y = _mm256_add_ps(_mm256_maskload_ps(out, mask), y);
+      __m256 y = task.first ? _mm256_setzero_ps() : _mm256_maskload_ps(out, mask);
+      y = task.scales == nullptr ? _mm256_add_ps(y, acc[r][half]) : _mm256_fmadd_ps(scale, acc[r][half], y);
       if (task.last && task.bias != nullptr)
         y = _mm256_add_ps(y, _mm256_maskload_ps(task.bias + first, mask));
       _mm256_maskstore_ps(out, mask, y);
@@ -157,7 +176,7 @@ template <int R, Weights W>
 void some_rows(const TileTask& task, int row) {
   for (int64_t p = 0; p < task.panel_count; ++p) {
     const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
-    if constexpr (W == Weights::kF32 || W == Weights::kF16 || W == Weights::kBf16) {
+    if constexpr (W < Weights::kI8) {
       float_rows<R, W>(task, row, panel, p * kPanel);
     } else {
       for (int half = 0; half < 2; ++half) integer_rows<R, W>(task, row, panel, half, p * kPanel + 8 * half);
@@ -177,7 +196,8 @@ void tile(const TileTask& task) {
 
 template <Weights W>
 void widen(const uint8_t* weights, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(out + i, load_floats<W>(weights + 2 * i));
+  for (int64_t i = 0; i < count; i += 8)
+    _mm256_storeu_ps(out + i, load_floats<W>(weights + static_cast<size_t>(i) * kBytes<W>));
 }
 
 void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
@@ -232,9 +252,9 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
 }  // namespace
 
 const QuantLinearKernels kQuantLinearAvx2 = {
-    prepare_float_baseline, prepare_integer,       tile<Weights::kF32>, tile<Weights::kF16>,
-    tile<Weights::kBf16>,   tile<Weights::kI8>,    tile<Weights::kI4>,  tile<Weights::kI4Minimum>,
-    widen<Weights::kF16>,   widen<Weights::kBf16>,
+    prepare_float_baseline,    prepare_integer,      tile<Weights::kF32>,   tile<Weights::kF16>,
+    tile<Weights::kBf16>,      tile<Weights::kF8>,   tile<Weights::kI8>,    tile<Weights::kI4>,
+    tile<Weights::kI4Minimum>, widen<Weights::kF16>, widen<Weights::kBf16>, widen<Weights::kF8>,
 };
 
 }  // namespace enginebay

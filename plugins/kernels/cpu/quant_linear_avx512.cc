@@ -6,17 +6,31 @@
 namespace enginebay {
 namespace {
 
-enum class Weights { kF32, kF16, kBf16 };
+enum class Weights { kF32, kF16, kBf16, kF8 };
 
 template <Weights W>
-constexpr size_t kRowBytes = W == Weights::kF32 ? 64 : 32;  // 16 weights of one k
+constexpr size_t kRowBytes = W == Weights::kF32  ? 64
+                             : W == Weights::kF8 ? 16
+                                                 : 32;  // 16 weights of one k
 
 template <Weights W>
 inline __m512 load_weights(const uint8_t* values) {
   if constexpr (W == Weights::kF32) return _mm512_loadu_ps(values);
+  if constexpr (W == Weights::kF8) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);  // two copies of the sign on top
+    return _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(static_cast<short>(0xbf80))));
+  }
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
   if constexpr (W == Weights::kF16) return _mm512_cvtph_ps(halves);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// What a panel's partial sums are multiplied by, where the format has scales.
+inline __m512 scale_of(const TileTask& task, int64_t panel) {
+  if (task.scales == nullptr) return _mm512_setzero_ps();
+  const __m512 scale = _mm512_loadu_ps(task.scales + static_cast<size_t>(panel) * task.scale_stride);
+  return _mm512_mul_ps(scale, _mm512_set1_ps(kF8Unshift));
 }
 
 // R rows times the P panels from `panel` on, along the task's chunk of K.
@@ -49,11 +63,12 @@ inline void float_panels(const TileTask& task, const uint8_t* panel, int64_t col
   for (int p = 0; p < P; ++p) {
     const int64_t first = column + p * kPanel;
     const __mmask16 mask = column_mask(task.columns - first);
+    const __m512 scale = scale_of(task, first / kPanel);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* out = task.y + r * task.y_stride + first;
-      __m512 y = acc[r][p];
-      if (!task.first) y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), y);
+      __m512 y = task.first ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(mask, out);
+      y = task.scales == nullptr ? _mm512_add_ps(y, acc[r][p]) : _mm512_fmadd_ps(scale, acc[r][p], y);
       if (task.last && task.bias != nullptr)
         y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, task.bias + first));
       _mm512_mask_storeu_ps(out, mask, y);
@@ -85,7 +100,9 @@ void float_tile_of(const TileTask& task) {
 
 template <Weights W>
 void widen(const uint8_t* weights, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(out + i, load_weights<W>(weights + 2 * i));
+  for (size_t i = 0; i < static_cast<size_t>(count); i += 16) {
+    _mm512_storeu_ps(out + i, load_weights<W>(weights + i / 16 * kRowBytes<W>));
+  }
 }
 
 }  // namespace
@@ -93,12 +110,16 @@ void widen(const uint8_t* weights, int64_t count, float* out) {
 void tile_f32_avx512(const TileTask& task) { float_tile_of<Weights::kF32>(task); }
 void tile_f16_avx512(const TileTask& task) { float_tile_of<Weights::kF16>(task); }
 void tile_bf16_avx512(const TileTask& task) { float_tile_of<Weights::kBf16>(task); }
+void tile_f8_avx512(const TileTask& task) { float_tile_of<Weights::kF8>(task); }
 
 void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out) {
   widen<Weights::kF16>(weights, count, out);
 }
 void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out) {
   widen<Weights::kBf16>(weights, count, out);
+}
+void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out) {
+  widen<Weights::kF8>(weights, count, out);
 }
 
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {

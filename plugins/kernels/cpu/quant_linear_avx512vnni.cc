@@ -166,11 +166,13 @@ const QuantLinearKernels kQuantLinearAvx512Vnni = {
     tile_f32_avx512,
     tile_f16_avx512,
     tile_bf16_avx512,
+    tile_f8_avx512,
     integer_tile_of<Weights::kI8>,
     integer_tile_of<Weights::kI4>,
     integer_tile_of<Weights::kI4Minimum>,
     widen_f16_avx512,
     widen_bf16_avx512,
+    widen_f8_avx512,
 };
 
 }  // namespace enginebay

@@ -47,6 +47,13 @@ struct Bf16 {
   static float load(const uint8_t* value) { return bf16_to_float(enginebay::load<uint16_t>(value)); }
 };
 
+struct F8 {
+  static constexpr size_t kBytes = 1;
+  static float load(const uint8_t* value) {
+    return fp16_to_float(static_cast<uint16_t>((*value & 0x80) << 8 | (*value & 0x7f) << 7));
+  }
+};
+
 int columns_of(const TileTask& task, int64_t panel) {
   const int64_t left = task.columns - panel * kPanel;
   return left < kPanel ? static_cast<int>(left) : kPanel;
@@ -67,10 +74,13 @@ void float_tile(const TileTask& task) {
         for (int c = 0; c < kPanel; ++c) acc[r][c] += x[r] * w[c];
       }
     }
+    const uint8_t* scales =
+        task.scales == nullptr ? nullptr : task.scales + static_cast<size_t>(p) * task.scale_stride;
     for (int r = 0; r < task.rows; ++r) {
       float* y = task.y + r * task.y_stride + p * kPanel;
       for (int c = 0; c < columns_of(task, p); ++c) {
-        const float sum = task.first ? acc[r][c] : y[c] + acc[r][c];
+        const float scale = scales == nullptr ? 1.0f : load<float>(scales + 4 * c) * kF8Unshift;
+        const float sum = (task.first ? 0.0f : y[c]) + scale * acc[r][c];
         y[c] = task.last && task.bias != nullptr ? sum + task.bias[p * kPanel + c] : sum;
       }
     }
@@ -130,7 +140,8 @@ void integer_tile(const TileTask& task) {
 
 template <class Format>
 void widen(const uint8_t* weights, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = Format::load(weights + 2 * i);
+  for (int64_t i = 0; i < count; ++i)
+    out[i] = Format::load(weights + static_cast<size_t>(i) * Format::kBytes);
 }
 
 void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
@@ -169,8 +180,9 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
 }  // namespace
 
 const QuantLinearKernels kQuantLinearBaseline = {
-    prepare_float_baseline, prepare_integer,     float_tile<F32>,    float_tile<F16>, float_tile<Bf16>,
-    integer_tile<false>,    integer_tile<false>, integer_tile<true>, widen<F16>,      widen<Bf16>,
+    prepare_float_baseline, prepare_integer, float_tile<F32>,     float_tile<F16>,
+    float_tile<Bf16>,       float_tile<F8>,  integer_tile<false>, integer_tile<false>,
+    integer_tile<true>,     widen<F16>,      widen<Bf16>,         widen<F8>,
 };
 
 }  // namespace enginebay

@@ -15,7 +15,7 @@
 
 namespace enginebay {
 
-constexpr int64_t kChunk = 512;  // of K, float formats
+constexpr int64_t kChunk = 512;  // of K, float formats; f8: at most
 
 // One tile of rows times consecutive panels.
 struct TileTask {
@@ -24,6 +24,8 @@ struct TileTask {
   const uint8_t* x;       // the prepared tile; float formats: from the chunk's first k
   const uint8_t* panels;  // the first panel; float formats: from the chunk's first k
   size_t panel_stride;    // bytes
+  const uint8_t* scales;  // f8: the chunk's [16] fp32 of the first panel; NULL for other float formats
+  size_t scale_stride;    // bytes from one panel's to the next one's
   int64_t panel_count;
   int64_t columns;  // of y, from the first panel's first column to the end of the matrix
   float* y;         // row 0, the first panel's first column
@@ -37,14 +39,18 @@ struct TileTask {
 // Rows [rows, K] of x into a tile.
 using PrepareRows = void (*)(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 using TileKernel = void (*)(const TileTask& task);
-// `count` 16-bit weights to fp32.
+// `count` narrow weights to fp32; f8's come out as kF8Shift of their value.
 using WidenWeights = void (*)(const uint8_t* weights, int64_t count, float* out);
 
 struct QuantLinearKernels {
   PrepareRows prepare_float, prepare_integer;
-  TileKernel f32, f16, bf16, i8, i4, i4_minimum;
-  WidenWeights widen_f16, widen_bf16;  // the same values as the f16 and bf16 kernels multiply by
+  TileKernel f32, f16, bf16, f8, i8, i4, i4_minimum;
+  WidenWeights widen_f16, widen_bf16, widen_f8;  // the same values as those kernels multiply by
 };
+
+// The bits of an E4M3 number, moved to where fp16 has its fields, are 2^-8 of it as fp16: kernels multiply by
+// that and scales make up for it.
+constexpr float kF8Shift = 0x1p-8f, kF8Unshift = 0x1p8f;
 
 // A block of x becomes int8 by x = scale*q with scale = amax/127 and q = round-to-even(x * (127/amax)). A
 // block below kSmallest counts as zero; NaN or infinity makes the scale and the term NaN, so that the row's
@@ -63,8 +69,10 @@ void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int
 void tile_f32_avx512(const TileTask& task);
 void tile_f16_avx512(const TileTask& task);
 void tile_bf16_avx512(const TileTask& task);
+void tile_f8_avx512(const TileTask& task);
 void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out);
 void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out);
+void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out);
 void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 
 }  // namespace enginebay

@@ -7,18 +7,23 @@
 namespace enginebay {
 namespace {
 
-int activation_block(int block_size) {
-  for (int block : {128, 64, 32}) {
-    if (block_size % block == 0) return block;
+// The largest of the usual blocks, at most `most`, that divides block_size; 0 where none does.
+int kernel_block(int block_size, int most) {
+  for (int block : {512, 256, 128, 64, 32}) {
+    if (block <= most && block_size % block == 0) return block;
   }
   return 0;
 }
 
-eb_status check_integer(const eb_context* context, const eb_quant_linear_desc& desc) {
+// Fills the layout's blocks of formats that have scales.
+eb_status set_blocks(const eb_context* context, const eb_quant_linear_desc& desc, QuantLinearLayout* layout) {
   const char* format = dtype_name(desc.format);
-  if (desc.block_size <= 0 || activation_block(desc.block_size) == 0) {
+  const int block =
+      desc.block_size <= 0 ? 0 : kernel_block(desc.block_size, desc.format == EB_F8E4M3 ? 512 : 128);
+  if (block == 0) {
     return fail(context, EB_INVALID_ARGUMENT,
-                "QuantLinear: block_size %d of %s weights is not a multiple of 32", desc.block_size, format);
+                "QuantLinear: block_size %d of %s weights is not a positive multiple of 32", desc.block_size,
+                format);
   }
   if (desc.in_features % desc.block_size != 0) {
     return fail(
@@ -26,10 +31,13 @@ eb_status check_integer(const eb_context* context, const eb_quant_linear_desc& d
         "QuantLinear: in_features %d is not a multiple of block_size %d; choose a block that divides it",
         desc.in_features, desc.block_size);
   }
-  if (desc.format == EB_I8 && !desc.symmetric) {
-    return fail(context, EB_UNSUPPORTED,
-                "QuantLinear: int8 weights have no minimum here; set symmetric to 1");
+  if (desc.format != EB_I4 && !desc.symmetric) {
+    return fail(context, EB_UNSUPPORTED, "QuantLinear: %s weights have no minimum here; set symmetric to 1",
+                format);
   }
+  layout->block = block;
+  layout->blocks = desc.in_features / block;
+  layout->blocks_per_scale = desc.block_size / block;
   return EB_OK;
 }
 
@@ -62,14 +70,16 @@ eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* des
     case EB_BF16:
       layout->panel_bytes = align_up(features * kPanel * 2);
       return EB_OK;
+    case EB_F8E4M3:
+      EB_RETURN_IF_ERROR(set_blocks(context, *desc, layout));
+      layout->values_offset = static_cast<size_t>(layout->blocks) * kPanel * 4;
+      layout->panel_bytes = align_up(layout->values_offset + features * kPanel);
+      return EB_OK;
     case EB_I8:
     case EB_I4: {
-      EB_RETURN_IF_ERROR(check_integer(context, *desc));
+      EB_RETURN_IF_ERROR(set_blocks(context, *desc, layout));
       layout->integer = true;
       layout->minimum = !desc->symmetric;
-      layout->block = activation_block(desc->block_size);
-      layout->blocks = desc->in_features / layout->block;
-      layout->blocks_per_scale = desc->block_size / layout->block;
       const size_t scales = static_cast<size_t>(layout->blocks) * kPanel * 2 * (layout->minimum ? 2 : 1);
       layout->values_offset = kAlignment + align_up(scales);
       layout->panel_bytes = layout->values_offset + features * kPanel / (desc->format == EB_I4 ? 2 : 1);
@@ -108,26 +118,27 @@ extern "C" const char* eb_quant_linear_layout(const eb_quant_linear_desc* desc) 
   context.abi_version = EB_ABI_VERSION;
   QuantLinearLayout layout{};
   if (make_layout(&context, desc, &layout) != EB_OK) return nullptr;
-  switch (layout.format) {
-    case EB_F32:
-      return "cpu-panel16-f32-v1";
-    case EB_F16:
-      return "cpu-panel16-f16-v1";
-    case EB_BF16:
-      return "cpu-panel16-bf16-v1";
-    case EB_I8:
-      return layout.block == 32   ? "cpu-panel16-i8b32-v1"
-             : layout.block == 64 ? "cpu-panel16-i8b64-v1"
-                                  : "cpu-panel16-i8b128-v1";
-    default:
-      break;
+  struct Name {
+    eb_dtype format;
+    int block;
+    bool minimum;
+    const char* name;
+  };
+  static constexpr Name kNames[] = {
+      {EB_F32, 0, false, "cpu-panel16-f32-v1"},         {EB_F16, 0, false, "cpu-panel16-f16-v1"},
+      {EB_BF16, 0, false, "cpu-panel16-bf16-v1"},       {EB_F8E4M3, 32, false, "cpu-panel16-f8b32-v1"},
+      {EB_F8E4M3, 64, false, "cpu-panel16-f8b64-v1"},   {EB_F8E4M3, 128, false, "cpu-panel16-f8b128-v1"},
+      {EB_F8E4M3, 256, false, "cpu-panel16-f8b256-v1"}, {EB_F8E4M3, 512, false, "cpu-panel16-f8b512-v1"},
+      {EB_I8, 32, false, "cpu-panel16-i8b32-v1"},       {EB_I8, 64, false, "cpu-panel16-i8b64-v1"},
+      {EB_I8, 128, false, "cpu-panel16-i8b128-v1"},     {EB_I4, 32, false, "cpu-panel16-i4b32-v1"},
+      {EB_I4, 64, false, "cpu-panel16-i4b64-v1"},       {EB_I4, 128, false, "cpu-panel16-i4b128-v1"},
+      {EB_I4, 32, true, "cpu-panel16-i4b32m-v1"},       {EB_I4, 64, true, "cpu-panel16-i4b64m-v1"},
+      {EB_I4, 128, true, "cpu-panel16-i4b128m-v1"},
+  };
+  for (const Name& name : kNames) {
+    if (name.format == layout.format && name.block == layout.block && name.minimum == layout.minimum) {
+      return name.name;
+    }
   }
-  if (layout.minimum) {
-    return layout.block == 32   ? "cpu-panel16-i4b32m-v1"
-           : layout.block == 64 ? "cpu-panel16-i4b64m-v1"
-                                : "cpu-panel16-i4b128m-v1";
-  }
-  return layout.block == 32   ? "cpu-panel16-i4b32-v1"
-         : layout.block == 64 ? "cpu-panel16-i4b64-v1"
-                              : "cpu-panel16-i4b128-v1";
+  return nullptr;
 }

@@ -2,25 +2,26 @@
 //
 // Weights are cut into panels of 16 output features (the last one padded with zeros), each a forward stream:
 //
-//   float formats   values  [K][16] in the format's own dtype
-//   integer formats multipliers [16] fp32 | scales [K/A][16] (symmetric) or [K/A][2][16] (scale, minimum)
-//   fp16 | values
-//     i8            values  [K/4][16][4] bytes q + 128
-//     i4            values  [K/8][16][4] bytes, the low nibble of group 2g, the high nibble of group 2g+1,
-//                   where group g of a feature is its q at k = 4g..4g+3
+//   f32, f16, bf16  values [K][16] in the format's own dtype
+//   f8              scales [K/A][16] fp32, then values [K][16] E4M3
+//   i8, i4          multipliers [16] fp32, then scales, then values
+//                   scales  [K/A][16] fp16 (symmetric) or [K/A][2][16] fp16 (scale, minimum)
+//                   values  i8: [K/4][16][4] bytes q + 128
+//                           i4: [K/8][16][4] bytes, the low nibble of group 2g, the high nibble of 2g+1,
+//                               where group g of a feature is its q at k = 4g..4g+3
 //
-// A is the activation block: the largest of 128, 64, 32 that divides the weight block. What the kernel
-// multiplies by is multiplier*(scale*q + minimum); the multiplier is the power of two that puts the feature's
-// largest scale or minimum into [2^14, 2^15), so scales that were fp16 stay exact and others are rounded to
-// fp16's 11 bits. Regions and panels start on 64 bytes.
+// A is the largest of 128, 64, 32 (f8: also 512, 256) that divides the weight block; integer formats quantise
+// x in the same blocks. What an integer kernel multiplies by is multiplier*(scale*q + minimum); the
+// multiplier is the power of two that puts the feature's largest scale or minimum into [2^14, 2^15), so
+// scales that were fp16 stay exact and others are rounded to fp16's 11 bits. Regions and panels start on 64
+// bytes.
 //
 // Rows of x are cut into tiles of R <= 8 rows:
 //
-//   float formats   x      [K][R] fp32
-//   integer formats blocks [K/A] of { q [A/4][R][4] int8 | scale [R] fp32 | term [R] }, x = scale*q, where
-//   term is
-//                   the fp32 scale*sum(q) for the minimum, or the int32 -8*sum(q) (i4), -128*sum(q) (i8) that
-//                   turns the stored unsigned weights into signed ones.
+//   float formats   x [K][R] fp32
+//   i8, i4          blocks [K/A] of { q [A/4][R][4] int8, scale [R] fp32, term [R] }, x = scale*q
+//                   where term is the fp32 scale*sum(q) for the minimum, or the int32 -8*sum(q) (i4) or
+//                   -128*sum(q) (i8) that turns the stored unsigned weights into signed ones
 #ifndef ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 #define ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 
@@ -41,7 +42,7 @@ struct QuantLinearLayout {
   eb_dtype format;
   bool integer;          // i8 or i4
   bool minimum;          // a minimum beside each scale
-  int block;             // A; 0 for float formats
+  int block;             // A; 0 for f32, f16, bf16
   int blocks_per_scale;  // A-blocks of one weight block
   int64_t blocks;        // K/A
   size_t values_offset;  // bytes from a panel's start
@@ -54,7 +55,9 @@ static inline size_t packed_bytes(const QuantLinearLayout& layout) {
 }
 
 // Bytes of a weight of a float format.
-static inline size_t weight_bytes(const QuantLinearLayout& layout) { return layout.format == EB_F32 ? 4 : 2; }
+static inline size_t weight_bytes(const QuantLinearLayout& layout) {
+  return layout.format == EB_F32 ? 4 : layout.format == EB_F8E4M3 ? 1 : 2;
+}
 
 static inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 

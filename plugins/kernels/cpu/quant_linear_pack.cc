@@ -68,6 +68,25 @@ void pack_floats(const QuantLinearLayout& layout, const void* values, int64_t pa
   }
 }
 
+// The fp32 scales and the E4M3 values of output feature `n`.
+void pack_f8(Packing* packing, int64_t n, int c, uint8_t* out) {
+  const QuantLinearLayout& layout = packing->layout;
+  const int64_t features = layout.in_features, groups = layout.blocks / layout.blocks_per_scale;
+  const float* scales = packing->weights.scales + n * groups;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (!std::isfinite(scales[g])) packing->scale.report(n * groups + g);
+  }
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    reinterpret_cast<float*>(out)[b * kPanel + c] = scales[b / layout.blocks_per_scale];
+  }
+  uint8_t* values = out + layout.values_offset;
+  const uint8_t* from = static_cast<const uint8_t*>(packing->weights.values) + n * features;
+  for (int64_t k = 0; k < features; ++k) {
+    if ((from[k] & 0x7f) == 0x7f) packing->value.report(n * features + k);
+    values[float_index(k, c)] = from[k];
+  }
+}
+
 // Scales and minimums of output feature `n`, then its values.
 void pack_integers(Packing* packing, int64_t n, int c, uint8_t* out) {
   const QuantLinearLayout& layout = packing->layout;
@@ -105,10 +124,14 @@ void pack_panel(Packing* packing, int64_t panel, uint8_t* out) {
   const QuantLinearLayout& layout = packing->layout;
   std::memset(out, 0, layout.panel_bytes);
   if (layout.format == EB_F32) return pack_floats<uint32_t>(layout, packing->weights.values, panel, out);
-  if (!layout.integer) return pack_floats<uint16_t>(layout, packing->weights.values, panel, out);
+  if (layout.block == 0) return pack_floats<uint16_t>(layout, packing->weights.values, panel, out);
   for (int c = 0; c < kPanel && panel * kPanel + c < layout.out_features; ++c) {
-    pack_integers(packing, panel * kPanel + c, c, out);
+    (layout.integer ? pack_integers : pack_f8)(packing, panel * kPanel + c, c, out);
   }
+}
+
+float f8_to_float(uint8_t bits) {
+  return 256.0f * fp16_to_float(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7));
 }
 
 // W[n] in fp32, [K].
@@ -116,6 +139,14 @@ void unpack_row(const QuantLinearLayout& layout, const uint8_t* packed, int64_t 
   const uint8_t* panel = packed + static_cast<size_t>(n / kPanel) * layout.panel_bytes;
   const int c = static_cast<int>(n % kPanel);
   const int64_t features = layout.in_features;
+  if (layout.format == EB_F8E4M3) {
+    const float* scales = reinterpret_cast<const float*>(panel);
+    const uint8_t* values = panel + layout.values_offset;
+    for (int64_t k = 0; k < features; ++k) {
+      out[k] = scales[k / layout.block * kPanel + c] * f8_to_float(values[float_index(k, c)]);
+    }
+    return;
+  }
   if (!layout.integer) {
     const uint32_t* words = reinterpret_cast<const uint32_t*>(panel);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel);
@@ -146,9 +177,9 @@ void unpack_row(const QuantLinearLayout& layout, const uint8_t* packed, int64_t 
 eb_status check_weights(const eb_context* context, const QuantLinearLayout& layout,
                         const eb_quant_linear_weights* weights) {
   if (weights == nullptr) return fail(context, EB_INVALID_ARGUMENT, "QuantLinear: the weights are NULL");
-  const size_t alignment = layout.format == EB_F32 ? 4 : layout.integer ? 1 : 2;
+  const size_t alignment = layout.integer ? 1 : weight_bytes(layout);
   EB_RETURN_IF_ERROR(check_pointer(context, "values", weights->values, alignment));
-  if (layout.integer) EB_RETURN_IF_ERROR(check_pointer(context, "scales", weights->scales, alignof(float)));
+  if (layout.block > 0) EB_RETURN_IF_ERROR(check_pointer(context, "scales", weights->scales, alignof(float)));
   if (layout.minimum)
     EB_RETURN_IF_ERROR(check_pointer(context, "minimums", weights->minimums, alignof(float)));
   return EB_OK;
@@ -156,7 +187,7 @@ eb_status check_weights(const eb_context* context, const QuantLinearLayout& layo
 
 eb_status report(const eb_context* context, const Packing& packing) {
   const QuantLinearLayout& layout = packing.layout;
-  const int64_t groups = layout.integer ? layout.blocks / layout.blocks_per_scale : 1;
+  const int64_t groups = layout.block > 0 ? layout.blocks / layout.blocks_per_scale : 1;
   for (const bool scale : {true, false}) {
     const FirstBad& bad = scale ? packing.scale : packing.minimum;
     if (!bad.any()) continue;
@@ -169,10 +200,11 @@ eb_status report(const eb_context* context, const Packing& packing) {
   if (!packing.value.any()) return EB_OK;
   const int64_t at = packing.value.get();
   return fail(context, EB_INVALID_ARGUMENT,
-              "QuantLinear: int4 value %d of output feature %lld, input feature %lld is not in 0..15",
-              static_cast<const uint8_t*>(packing.weights.values)[at],
+              "QuantLinear: %s value %d of output feature %lld, input feature %lld is not %s",
+              dtype_name(layout.format), static_cast<const uint8_t*>(packing.weights.values)[at],
               static_cast<long long>(at / layout.in_features),
-              static_cast<long long>(at % layout.in_features));
+              static_cast<long long>(at % layout.in_features),
+              layout.format == EB_I4 ? "in 0..15" : "a number");
 }
 
 }  // namespace
