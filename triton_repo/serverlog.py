@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 # The Python backend puts the exception of `initialize` here, then an "At:" with the places.
-_MODEL = re.compile(
-    r"failed to load '([^']+)' version \d+: \w+: (.*?)(?=\n\s*\n?At:|\n[IWE]\d{4} |\Z)", re.DOTALL
-)
-_CONFIG = re.compile(r"Poll failed for model directory '([^']+)': (.*?)(?=\n[IWE]\d{4} |\n\Z|\Z)", re.DOTALL)
+_END = r"(?=\n\s*\n?At:|\n[IWE]\d{4} |\nerror: |\Z)"
+_MODEL = re.compile(r"failed to load '([^']+)' version \d+: \w+: (.*?)" + _END, re.DOTALL)
+_CONFIG = re.compile(r"Poll failed for model directory '([^']+)': (.*?)" + _END, re.DOTALL)
 _EXCEPTION = re.compile(r"^(\w+Error): ")
 _LAST_LINES = 15
 
@@ -19,7 +18,7 @@ def model_failures(log: str) -> dict[str, str]:
     lines = log.replace("\\n", "\n")  # Triton writes the line breaks of a message like that
     for pattern in (_MODEL, _CONFIG):
         for match in pattern.finditer(lines):
-            failures.setdefault(match[1], _EXCEPTION.sub("", match[2].strip().strip('"')))
+            failures.setdefault(match[1], _EXCEPTION.sub("", match[2].strip(' "\n')))
     return failures
 
 
