@@ -58,7 +58,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     [
         ("n", 2), ("best_of", 3), ("use_beam_search", True), ("beam_width", 4), ("logit_bias", {"1": 2}),
         ("max_tokens", True), ("max_tokens", 1.5), ("max_tokens", "five"), ("max_tokens", [1]),
-        ("max_tokens", 1e400), ("temperature", "hot"), ("temperature", False), ("top_p", {}), ("stop", 1), ("stop", ["a", 1]),
+        ("max_tokens", 1e400), ("temperature", "hot"), ("temperature", False), ("top_p", {}), ("stop", 1),
+        ("stop", ["a", 1]),
         ("stop_token_ids", 5), ("stop_token_ids", ["x"]), ("ignore_eos", 2), ("ignore_eos", "no"),
         ("cache_salt", 1), ("priority", "high"), ("apply_chat_template", "yes"), ("unheard_of", 1),
     ],
