@@ -1,0 +1,57 @@
+// Barriers in shared memory, and the bulk copy engine that fills tiles (sm_90 and newer).
+#ifndef ENGINEBAY_CUDA_BULK_COPY_CUH
+#define ENGINEBAY_CUDA_BULK_COPY_CUH
+
+#include <cuda.h>
+
+#include "device.cuh"
+
+namespace enginebay::cuda {
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
+}
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}\n" ::"r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile(
+      "{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}\n" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+// Arrives once every cp.async of this thread so far has landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
+      "wait;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The tile of `map` that starts at (column, row), into shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, int column, int row,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+// A map of a 16-bit row-major matrix [rows, columns] in tiles of `tile_rows` by 64, swizzled in 128 bytes;
+// what lies outside reads as zeros.
+eb_status map_rows(const eb_context* context, CUtensorMapDataType type, const void* matrix, int64_t rows,
+                   int64_t columns, int tile_rows, CUtensorMap* map);
+
+}  // namespace enginebay::cuda
+
+#endif

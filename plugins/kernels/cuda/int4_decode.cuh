@@ -1,0 +1,311 @@
+// y = x.W^T for up to 16 rows of x: bound by the bytes of W.
+//
+// A cluster of S thread blocks owns some row tiles of W; each block of it a slice of K, each of its 16 warps
+// two tiles of 64 columns at a time. A warp keeps its part of x in registers as B fragments and streams W
+// past it through its own ring of shared memory, filled by cp.async: every lane reads back only what it
+// copied, so the stream needs no barrier. A warp's sums for each row tile stay in shared memory until the
+// block has gone through K; then they are added up, warp after warp, block after block of the cluster, always
+// in the same order. The first tiles of W are under way before the previous kernel has ended. The loop over
+// tiles is kept small: it must stay in the instruction cache.
+#ifndef ENGINEBAY_CUDA_INT4_DECODE_CUH
+#define ENGINEBAY_CUDA_INT4_DECODE_CUH
+
+#include <cooperative_groups.h>
+
+#include "int4.cuh"
+
+namespace enginebay::cuda {
+
+struct Int4Problem {
+  const uint8_t* packed;
+  const void* x;      // [m, k]
+  const float* bias;  // [n] or null
+  void* y;            // [m, n]
+  int m, n, k, block_size;
+};
+
+namespace int4_decode {
+constexpr int kWarps = 16, kThreads = kWarps * 32, kColumnTiles = 2, kStages = 4;
+
+// Bytes of a warp's stage: two tiles of values, then each lane's scales of up to two blocks.
+constexpr int stage_bytes(bool symmetric) { return kColumnTiles * (512 + 32 * (symmetric ? 4 : 8)); }
+constexpr size_t ring_bytes(bool symmetric) { return size_t{kWarps} * kStages * stage_bytes(symmetric); }
+// Bytes of one row tile's sums, of every warp and of the block.
+constexpr size_t tile_bytes(int n8) { return size_t{kWarps + 1} * n8 * 128 * sizeof(float); }
+
+template <int Bytes>
+__device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(to), "l"(from), "n"(Bytes) : "memory");
+}
+
+// Four lanes t = 0..3 hold (x, y, z, w): afterwards lane t's q-th value is what lane q's t-th was.
+__device__ __forceinline__ void transpose_quad(uint4& v) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const uint32_t a = __shfl_xor_sync(~0u, odd ? v.x : v.y, 1), b = __shfl_xor_sync(~0u, odd ? v.z : v.w, 1);
+  if (odd) {
+    v.x = a;
+    v.z = b;
+  } else {
+    v.y = a;
+    v.w = b;
+  }
+  const uint32_t c = __shfl_xor_sync(~0u, upper ? v.x : v.z, 2),
+                 d = __shfl_xor_sync(~0u, upper ? v.y : v.w, 2);
+  if (upper) {
+    v.x = c;
+    v.y = d;
+  } else {
+    v.z = c;
+    v.w = d;
+  }
+}
+
+// T: dtype of x, y and scales. N8: groups of 8 rows of x. BlockTiles: tiles of 64 columns that share a scale.
+// chunk: row tiles whose sums fit into shared memory at a time.
+template <typename T, int N8, int BlockTiles, bool Symmetric>
+__global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const int chunk) {
+  using Pair = typename Half16<T>::Pair;
+  constexpr int kBlocks = kColumnTiles / BlockTiles;  // scales a row tile needs at a time
+  constexpr int kScaleBytes = Symmetric ? 4 : 8, kStage = stage_bytes(Symmetric);
+  constexpr int kTile = N8 * 128;  // sums of a row tile: [n8][16 rows of W][8 rows of x]
+
+  extern __shared__ __align__(16) uint8_t shared[];
+  float* const partials =
+      reinterpret_cast<float*>(shared + ring_bytes(Symmetric));   // [warp][tile of the chunk]
+  float* const sums = partials + size_t{kWarps} * chunk * kTile;  // [tile of the chunk]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int cluster_size = 1, rank = 0;
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster_size = static_cast<int>(cluster.num_blocks());
+  rank = static_cast<int>(cluster.block_rank());
+#endif
+  const int clusters = gridDim.x / cluster_size, cluster_id = blockIdx.x / cluster_size;
+  const Int4Layout layout(p.k, p.n, p.block_size, Symmetric);
+  const uint8_t* const scale_base = p.packed + layout.value_bytes;
+
+  const int tile_begin = static_cast<int>(int64_t{layout.row_tiles} * cluster_id / clusters);
+  const int tiles = static_cast<int>(int64_t{layout.row_tiles} * (cluster_id + 1) / clusters) - tile_begin;
+  const int slice_begin = layout.blocks * rank / cluster_size * BlockTiles;
+  const int slice_end = layout.blocks * (rank + 1) / cluster_size * BlockTiles;
+  const int first_column = slice_begin + warp * kColumnTiles;
+  // This warp's passes over the rows: its columns are first_column, first_column + 32, ...
+  const int passes = max(0, ceil_div(slice_end - first_column, kWarps * kColumnTiles));
+
+  const uint32_t ring = shared_address(shared) + warp * kStages * kStage;
+  const int g = lane / 4, t = lane % 4;
+
+  // The stream: for each chunk of row tiles, for each pass over the columns, for each tile. Two cursors walk
+  // it.
+  struct Cursor {
+    int chunk_tile, pass, tile;
+  };
+  const auto advance = [&](Cursor& c) {
+    if (++c.tile == min(chunk, tiles - c.chunk_tile)) {
+      c.tile = 0;
+      if (++c.pass == passes) {
+        c.pass = 0;
+        c.chunk_tile += chunk;
+      }
+    }
+  };
+  Cursor ahead{0, 0, 0};
+  int ahead_stage = 0;
+  const auto fetch = [&] {
+    if (ahead.chunk_tile < tiles && passes > 0) {
+      const int64_t tile = tile_begin + ahead.chunk_tile + ahead.tile;
+      const int column = first_column + ahead.pass * kWarps * kColumnTiles;
+      const uint8_t* const values = p.packed + (tile * layout.k_tiles + column) * 512 + lane * 16;
+      const uint32_t stage = ring + ahead_stage * kStage;
+      copy_async16(stage + lane * 16, values);
+      // An odd number of tiles leaves the last pair's second one out; x is zero there.
+      copy_async16(stage + 512 + lane * 16, column + 1 < layout.k_tiles ? values + 512 : values);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const int block = min(column / BlockTiles + b, layout.blocks - 1);
+        copy_async_small<kScaleBytes>(
+            stage + 1024 + (b * 32 + lane) * kScaleBytes,
+            scale_base + (tile * layout.blocks + block) * layout.scale_bytes + g * kScaleBytes);
+      }
+      advance(ahead);
+      ahead_stage = ahead_stage + 1 == kStages ? 0 : ahead_stage + 1;
+    }
+    copy_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) fetch();
+  let_next_start();
+  wait_for_previous();
+
+  const T* const x = static_cast<const T*>(p.x);
+  T* const y = static_cast<T*>(p.y);
+  int stage_index = 0;
+  for (int chunk_tile = 0; chunk_tile < tiles; chunk_tile += chunk) {
+    const int chunk_tiles = min(chunk, tiles - chunk_tile);
+    float* const mine = partials + static_cast<size_t>(warp) * chunk * kTile + g * 8 + t * 2;
+    if (passes == 0)
+      for (int i = lane; i < chunk_tiles * kTile; i += 32)
+        partials[static_cast<size_t>(warp) * chunk * kTile + i] = 0.f;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int k0 = first_column + pass * kWarps * kColumnTiles;
+      uint32_t xs[kColumnTiles][4][N8][2];
+      // A lane reads 16 bytes of a row, and the four lanes of the row exchange what their fragments hold.
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int n = 0; n < N8; ++n) {
+            const int row = n * 8 + g, column = (k0 + c) * 64 + half * 32 + t * 8;
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (row < p.m && k0 + c < slice_end)
+              v = __ldg(reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column));
+            transpose_quad(v);
+            xs[c][2 * half][n][0] = v.x;
+            xs[c][2 * half][n][1] = v.y;
+            xs[c][2 * half + 1][n][0] = v.z;
+            xs[c][2 * half + 1][n][1] = v.w;
+          }
+
+#pragma unroll 1
+      for (int tile = 0; tile < chunk_tiles; ++tile) {
+        fetch();
+        copy_wait<kStages - 1>();
+        const uint8_t* const stage = shared + (warp * kStages + stage_index) * kStage;
+        stage_index = stage_index + 1 == kStages ? 0 : stage_index + 1;
+        float total[N8][4] = {};
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          float block_sum[N8][4] = {};
+          [[maybe_unused]] float ones_sum[N8][4] = {};
+#pragma unroll
+          for (int c = b * BlockTiles; c < (b + 1) * BlockTiles; ++c) {
+            const uint4 w = *reinterpret_cast<const uint4*>(stage + c * 512 + lane * 16);
+            const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+              Pair pairs[4];
+              int4_fragment<T>(word[step], pairs);
+              const uint32_t a[4] = {bits(pairs[0]), bits(pairs[1]), bits(pairs[2]), bits(pairs[3])};
+#pragma unroll
+              for (int n = 0; n < N8; ++n) {
+                mma16816<T>(block_sum[n], a, xs[c][step][n][0], xs[c][step][n][1]);
+                if constexpr (!Symmetric) {
+                  const uint32_t one = bits(Half16<T>::pair(1.f, 1.f));
+                  const uint32_t ones[4] = {one, one, one, one};
+                  mma16816<T>(ones_sum[n], ones, xs[c][step][n][0], xs[c][step][n][1]);
+                }
+              }
+            }
+          }
+          const auto* const scale =
+              reinterpret_cast<const uint32_t*>(stage + 1024 + (b * 32 + lane) * kScaleBytes);
+          const float2 s = Half16<T>::floats(Int4Scales<T, Symmetric>::view(scale[0]));
+#pragma unroll
+          for (int n = 0; n < N8; ++n) {
+            total[n][0] = fmaf(s.x, block_sum[n][0], total[n][0]);
+            total[n][1] = fmaf(s.x, block_sum[n][1], total[n][1]);
+            total[n][2] = fmaf(s.y, block_sum[n][2], total[n][2]);
+            total[n][3] = fmaf(s.y, block_sum[n][3], total[n][3]);
+          }
+          if constexpr (!Symmetric) {
+            const float2 centre = Half16<T>::floats(Int4Scales<T, Symmetric>::view(scale[1]));
+#pragma unroll
+            for (int n = 0; n < N8; ++n) {
+              total[n][0] = fmaf(centre.x, ones_sum[n][0], total[n][0]);
+              total[n][1] = fmaf(centre.x, ones_sum[n][1], total[n][1]);
+              total[n][2] = fmaf(centre.y, ones_sum[n][2], total[n][2]);
+              total[n][3] = fmaf(centre.y, ones_sum[n][3], total[n][3]);
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < N8; ++n) {
+          auto* const low = reinterpret_cast<float2*>(mine + tile * kTile + n * 128);
+          float2 a = make_float2(total[n][0], total[n][1]), b = make_float2(total[n][2], total[n][3]);
+          if (pass > 0) {
+            const float2 c = low[0], d = low[32];
+            a = make_float2(c.x + a.x, c.y + a.y);
+            b = make_float2(d.x + b.x, d.y + b.y);
+          }
+          low[0] = a;
+          low[32] = b;
+        }
+      }
+    }
+
+    __syncthreads();
+    for (int i = threadIdx.x; i < chunk_tiles * kTile; i += kThreads) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += partials[static_cast<size_t>(w) * chunk * kTile + i];
+      sums[i] = sum;
+    }
+#if __CUDA_ARCH__ >= 900
+    if (cluster_size > 1)
+      cluster.sync();
+    else
+#endif
+      __syncthreads();
+
+    // The blocks of the cluster share the outputs.
+    const int rows = chunk_tiles * 16;
+    for (int i = rank * kThreads + threadIdx.x; i < rows * p.m; i += kThreads * cluster_size) {
+      const int row = i / rows, at = i % rows, n = (tile_begin + chunk_tile) * 16 + at;
+      if (n >= p.n) continue;
+      const int index = (((at / 16) * N8 + row / 8) * 16 + at % 16) * 8 + row % 8;
+      float sum = p.bias != nullptr ? p.bias[n] : 0.f;
+#if __CUDA_ARCH__ >= 900
+      for (int r = 0; r < cluster_size; ++r) sum += cluster.map_shared_rank(sums, r)[index];
+#else
+      sum += sums[index];
+#endif
+      y[int64_t{row} * p.n + n] = from_float<T>(sum);
+    }
+#if __CUDA_ARCH__ >= 900
+    if (cluster_size > 1) cluster.sync();  // sums are free once every block has read them
+#endif
+  }
+}
+
+// How many clusters of which size: the one whose busiest block is done first.
+template <typename T, int N8, int BlockTiles, bool Symmetric>
+eb_status run(const eb_context* context, const Device& device, const Int4Problem& p) {
+  const auto function = kernel<T, N8, BlockTiles, Symmetric>;
+  const Int4Layout layout(p.k, p.n, p.block_size, Symmetric);
+  const size_t ring = ring_bytes(Symmetric), room = static_cast<size_t>(device.shared_bytes) - ring;
+  int best = 1, best_clusters = 0;
+  double best_cost = 0;
+  for (int size = 1; size <= (device.capability >= 90 ? 4 : 1); size *= 2) {
+    if (size > layout.blocks) break;
+    // GPCs of 16 or 18 multiprocessors leave some out of clusters of four.
+    const int fit = size == 4 ? device.multiprocessors / 16 * 4 : device.multiprocessors / size;
+    const int clusters = max(1, min(layout.row_tiles, fit));
+    constexpr int kRound = kWarps * kColumnTiles;
+    const int tiles = ceil_div(layout.row_tiles, clusters), columns = ceil_div(layout.k_tiles, size);
+    const int chunks = ceil_div(tiles, static_cast<int>(room / tile_bytes(N8)));
+    // Bytes of W in whole rounds of the warps, x from the L2 again for every chunk of row tiles; meeting
+    // takes about as long as 32 KiB, and twice that in a cluster.
+    const double cost = double(ceil_div(columns, kRound) * kRound) * (tiles * 512 + 64.0 * p.m * chunks) +
+                        32768.0 * chunks * (size > 1 ? 3 : 1);
+    if (best_clusters == 0 || cost < best_cost) {
+      best = size;
+      best_clusters = clusters;
+      best_cost = cost;
+    }
+  }
+  const int tiles = ceil_div(layout.row_tiles, best_clusters);
+  const int chunk = min(tiles, static_cast<int>(room / tile_bytes(N8)));
+  const size_t shared = ring + static_cast<size_t>(chunk) * tile_bytes(N8);
+  EB_RETURN_IF_CUDA(context, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  static_cast<int>(shared)));
+  EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), dim3(best * best_clusters), dim3(kThreads),
+                                    shared, best, function, p, chunk));
+  return EB_OK;
+}
+
+}  // namespace int4_decode
+}  // namespace enginebay::cuda
+
+#endif
