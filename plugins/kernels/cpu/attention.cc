@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 
 #include "cpu_features.h"
 #include "parallel.h"
@@ -33,6 +34,14 @@ int64_t work(const eb_paged_attention_desc& desc, const Plan& plan, const int32_
     total += tile.tokens * positions;
   }
   return total * desc.num_heads * desc.head_dim * 2;
+}
+
+// Key heads of a job: as many as leave every thread some jobs.
+int heads_together(const eb_paged_attention_desc& desc, int64_t items, unsigned threads) {
+  constexpr int64_t kJobsPerThread = 4;
+  const int64_t most = std::min(desc.num_kv_heads, kHeadsTogether);
+  return static_cast<int>(
+      std::clamp<int64_t>(items * desc.num_kv_heads / (kJobsPerThread * threads), 1, most));
 }
 
 }  // namespace
@@ -75,27 +84,28 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
     kernels.prepare(call, first, std::min(first + kPrepareTokens, tokens));
   });
 
-  // Who does a tile's last part merges its parts.
+  // A job is some key heads of an item. Who does the last of a tile's parts merges them.
+  const int together = heads_together(*desc, plan.header->items, thread_count(&shared));
+  const int chunks = (desc->num_kv_heads + together - 1) / together;
   auto* done = reinterpret_cast<std::atomic<uint32_t>*>(base + workspace.counters);
-  const int64_t pairs = int64_t{plan.header->tiles} * desc->num_kv_heads;
-  for (int64_t i = 0; i < pairs; ++i) new (done + i) std::atomic<uint32_t>(0);
+  for (int64_t i = 0; i < int64_t{plan.header->tiles} * chunks; ++i) new (done + i) std::atomic<uint32_t>(0);
   std::atomic<int64_t> next{0};
-  const int64_t jobs = int64_t{plan.header->items} * desc->num_kv_heads;
-  parallel_for(
-      &shared, static_cast<size_t>(std::min<int64_t>(jobs, thread_count(&shared))), [&](size_t worker) {
-        auto* scratch = reinterpret_cast<float*>(base + workspace.scratch + worker * workspace.scratch_bytes);
-        for (int64_t job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
-          const PlanItem& item = plan.items[job / desc->num_kv_heads];
-          const PlanTile& tile = plan.tiles[item.tile];
-          const int kv_head = static_cast<int>(job % desc->num_kv_heads);
-          kernels.attend(call, tile, kv_head, item.first_split, item.end_split, scratch);
-          if (tile.part_token < 0) continue;
-          const uint32_t parts = static_cast<uint32_t>(tile.end_split - tile.first_split);
-          const int64_t pair = int64_t{item.tile} * desc->num_kv_heads + kv_head;
-          if (done[pair].fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
-            kernels.merge(call, tile, kv_head, scratch);
-          }
-        }
-      });
+  const int64_t jobs = int64_t{plan.header->items} * chunks;
+  const auto work_on = [&](size_t worker) {
+    auto* scratch = reinterpret_cast<float*>(base + workspace.scratch + worker * workspace.scratch_bytes);
+    for (int64_t job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+      const PlanItem& item = plan.items[job / chunks];
+      const PlanTile& tile = plan.tiles[item.tile];
+      const int chunk = static_cast<int>(job % chunks), first = chunk * together;
+      const int heads = std::min(together, desc->num_kv_heads - first);
+      kernels.attend(call, tile, first, heads, item.first_split, item.end_split, scratch);
+      if (tile.part_token < 0) continue;
+      const uint32_t parts = static_cast<uint32_t>(tile.end_split - tile.first_split);
+      auto& finished = done[int64_t{item.tile} * chunks + chunk];
+      if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < parts) continue;
+      for (int head = first; head < first + heads; ++head) kernels.merge(call, tile, head, scratch);
+    }
+  };
+  parallel_for(&shared, static_cast<size_t>(std::min<int64_t>(jobs, thread_count(&shared))), work_on);
   return EB_OK;
 }

@@ -104,22 +104,31 @@ struct AttentionCall {
 struct AttentionKernels {
   // Norm, RoPE and cache write of tokens [first, last); queries come out scaled, in call.queries.
   void (*prepare)(const AttentionCall& call, int64_t first, int64_t last);
-  // Splits [first_split, end_split) of one tile and key head: into its parts, or, where the tile has none,
-  // into the output. `scratch` holds attention_scratch_floats(shape).
-  void (*attend)(const AttentionCall& call, const PlanTile& tile, int kv_head, int first_split, int end_split,
-                 float* scratch);
-  // Merges a tile's parts into the output.
+  // Splits [first_split, end_split) of one tile and some key heads: into its parts, or, where the tile has
+  // none, into the output. `scratch` holds attention_scratch_floats(shape).
+  void (*attend)(const AttentionCall& call, const PlanTile& tile, int first_head, int heads, int first_split,
+                 int end_split, float* scratch);
+  // Merges the parts of a tile and key head into the output.
   void (*merge)(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch);
 };
 const AttentionKernels& attention_kernels_baseline();
 const AttentionKernels& attention_kernels_avx2();
 const AttentionKernels& attention_kernels_avx512();
 
-inline int max_tile_rows(const AttentionShape& shape) { return shape.tile_tokens * shape.group; }
-// Keys transposed, values, weights, two sets of sums with maxima and totals, and a row's factors.
+constexpr int kRowsToTranspose = 8;  // rows of a tile from which on transposed keys pay
+constexpr int kHeadsTogether = 8;    // most key heads that take turns at a tile of positions
+
+// What the heads of a job share: keys transposed, values converted.
+inline int64_t attention_shared_floats(const AttentionShape& shape) {
+  return int64_t{2} * kTile * shape.padded_dim;
+}
+// A head's own: weights, two sets of sums with maxima and totals, and a row's factors.
+inline int64_t attention_own_floats(const AttentionShape& shape, int64_t rows) {
+  return rows * (kTile + 2 * int64_t{shape.padded_dim} + 5);
+}
 inline int64_t attention_scratch_floats(const AttentionShape& shape) {
-  const int64_t rows = max_tile_rows(shape);
-  return int64_t{2} * kTile * shape.padded_dim + rows * (kTile + 2 * int64_t{shape.padded_dim} + 5);
+  const int64_t tile_rows = shape.tile_tokens * shape.group, turns = kHeadsTogether * (kRowsToTranspose - 1);
+  return attention_shared_floats(shape) + attention_own_floats(shape, tile_rows > turns ? tile_rows : turns);
 }
 
 }  // namespace enginebay

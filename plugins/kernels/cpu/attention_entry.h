@@ -20,19 +20,20 @@ struct AttentionEntry {
         return prepare_tokens<V, float>(call, first, last);
     }
   }
-  static void attend(const AttentionCall& call, const PlanTile& tile, int kv_head, int first_split,
-                     int end_split, float* scratch) {
+  static void attend(const AttentionCall& call, const PlanTile& tile, int first_head, int heads,
+                     int first_split, int end_split, float* scratch) {
     switch (call.desc->cache_dtype) {
       case EB_F16:
-        return TileAttention<V, Fp16>(call, tile, kv_head, scratch).attend(first_split, end_split);
+        return attend_heads<V, Fp16>(call, tile, first_head, heads, first_split, end_split, scratch);
       case EB_BF16:
-        return TileAttention<V, Bf16>(call, tile, kv_head, scratch).attend(first_split, end_split);
+        return attend_heads<V, Bf16>(call, tile, first_head, heads, first_split, end_split, scratch);
       default:
-        return TileAttention<V, float>(call, tile, kv_head, scratch).attend(first_split, end_split);
+        return attend_heads<V, float>(call, tile, first_head, heads, first_split, end_split, scratch);
     }
   }
   static void merge(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch) {
-    TileAttention<V, float>(call, tile, kv_head, scratch).merge();
+    TileAttention<V, float>(call, tile, kv_head, scratch, scratch + attention_shared_floats(call.shape))
+        .merge();
   }
   static constexpr AttentionKernels kTable = {prepare, attend, merge};
 };

@@ -2,6 +2,7 @@
 #ifndef ENGINEBAY_ATTENTION_KERNEL_H
 #define ENGINEBAY_ATTENTION_KERNEL_H
 
+#include <optional>
 #include <type_traits>
 
 #include "attention.h"
@@ -37,10 +38,12 @@ inline void merge_row(int dim, float* total_values, float* total_maximum, float*
   *total_maximum = top;
 }
 
+// One tile of queries and one key head, to be driven over splits and tiles of the cache in their order.
 template <class V, class T>
 class TileAttention {
  public:
-  TileAttention(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch)
+  // `shared` is memory that heads of a job may share, `own` this head's: floats, see attention.h.
+  TileAttention(const AttentionCall& call, const PlanTile& tile, int kv_head, float* shared, float* own)
       : call_(call),
         desc_(*call.desc),
         shape_(call.shape),
@@ -50,45 +53,46 @@ class TileAttention {
         padded_(shape_.padded_dim),
         group_(shape_.group),
         rows_(tile.tokens * group_) {
-    const int max_rows = max_tile_rows(shape_);
-    const auto take = [&scratch](int64_t count) {
-      float* start = scratch;
-      scratch += count;
+    const auto take = [](float*& memory, int64_t count) {
+      float* start = memory;
+      memory += count;
       return start;
     };
-    keys_ = take(int64_t{kTile} * padded_);
-    values_ = take(int64_t{kTile} * padded_);
-    weights_ = take(int64_t{kTile} * max_rows);
-    part_ = {take(int64_t{max_rows} * padded_), take(max_rows), take(max_rows)};
-    total_ = {take(int64_t{max_rows} * padded_), take(max_rows), take(max_rows)};
-    factor_ = take(max_rows);
+    const int64_t sums = int64_t{rows_} * padded_;
+    keys_ = take(shared, int64_t{kTile} * padded_);
+    values_ = take(shared, int64_t{kTile} * padded_);
+    weights_ = take(own, int64_t{kTile} * rows_);
+    part_ = {take(own, sums), take(own, rows_), take(own, rows_)};
+    total_ = {take(own, sums), take(own, rows_), take(own, rows_)};
+    factor_ = take(own, rows_);
     const int32_t* query_start = call.args->query_start + tile.sequence;
     kv_len_ = call.args->kv_len[tile.sequence];
     first_position_ = kv_len_ - query_start[1] + tile.first_token;
   }
 
-  void attend(int first_split, int end_split) {
-    const bool alone = tile_.part_token < 0;
-    if (alone) clear(total_);
-    for (int split = first_split; split < end_split; ++split) {
-      clear(part_);
-      const int64_t start = int64_t{split} * kSplit;
-      const int64_t end = smaller(start + kSplit, visible_end(rows_ - 1));
-      const int64_t first = first_visible_of(0);
-      for (int64_t tile = start; tile < end; tile += kTile) {
-        if (tile + kTile > first) attend_tile(tile, smaller(end - tile, kTile));
-      }
-      if (alone) {
-        for (int row = 0; row < rows_; ++row) {
-          merge_row<V>(padded_, total_.values + int64_t{row} * padded_, total_.maximum + row,
-                       total_.total + row, part_.values + int64_t{row} * padded_, part_.maximum[row],
-                       part_.total[row]);
-        }
-      } else {
-        store_part(split);
-      }
+  // Positions of the split that some row sees, the first rounded down to a tile.
+  int64_t split_begin(int split) const {
+    const int64_t start = int64_t{split} * kSplit, first = first_visible_of(0) / kTile * kTile;
+    return start > first ? start : first;
+  }
+  int64_t split_end(int split) const {
+    const int64_t end = (int64_t{split} + 1) * kSplit, last = visible_end(rows_ - 1);
+    return end < last ? end : last;
+  }
+
+  void begin() {
+    if (alone()) clear(total_);
+  }
+  void begin_split() { clear(part_); }
+  void end_split(int split) {
+    if (!alone()) return store_part(split);
+    for (int row = 0; row < rows_; ++row) {
+      merge_row<V>(padded_, total_.values + int64_t{row} * padded_, total_.maximum + row, total_.total + row,
+                   part_.values + int64_t{row} * padded_, part_.maximum[row], part_.total[row]);
     }
-    if (alone) finish();
+  }
+  void end() {
+    if (alone()) finish();
   }
 
   void merge() {
@@ -103,10 +107,31 @@ class TileAttention {
     finish();
   }
 
+  // Cache positions [start, start + count) of this key head.
+  void attend_tile(int64_t start, int count) {
+    const int first = larger(first_visible_of(0) - start, 0);
+    locate(start, first, count);
+    const bool transposed = rows_ >= kRowsToTranspose;
+    if (transposed) transpose_keys(first, count);
+    const bool converted = transposed && !std::is_same_v<T, float>;
+    if (converted) convert_values(first, count);
+    for (int row = 0; row < rows_; row += kGroupRows) {
+      const int rows = smaller(rows_ - row, kGroupRows);
+      const int from = larger(first_visible_of(row) - start, 0);
+      const int to = smaller(visible_end(row + rows - 1) - start, count);
+      if (from >= to) continue;  // no row of the group sees this tile
+      score(row, rows, from, to, transposed);
+      for (int r = row; r < row + rows; ++r) {
+        weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
+      }
+      accumulate(row, rows, from, to, converted);
+    }
+  }
+
  private:
   static constexpr int kVectors = kTile / V::kWidth;
-  static constexpr int kRowsToTranspose = 8;  // from here on transposed keys pay
 
+  bool alone() const { return tile_.part_token < 0; }
   // Row r is head r % group of token r / group.
   const float* query(int row) const {
     const int64_t token = tile_.first_token + row / group_;
@@ -135,27 +160,6 @@ class TileAttention {
     }
   }
 
-  // Cache positions [start, start + count) of this key head.
-  void attend_tile(int64_t start, int count) {
-    const int first = larger(first_visible_of(0) - start, 0);
-    locate(start, first, count);
-    const bool transposed = rows_ >= kRowsToTranspose;
-    if (transposed) transpose_keys(first, count);
-    const bool converted = transposed && !std::is_same_v<T, float>;
-    if (converted) convert_values(first, count);
-    for (int row = 0; row < rows_; row += kGroupRows) {
-      const int rows = smaller(rows_ - row, kGroupRows);
-      const int from = larger(first_visible_of(row) - start, 0);
-      const int to = smaller(visible_end(row + rows - 1) - start, count);
-      if (from >= to) continue;  // no row of the group sees this tile
-      score(row, rows, from, to, transposed);
-      for (int r = row; r < row + rows; ++r) {
-        weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
-      }
-      accumulate(row, rows, from, to, converted);
-    }
-  }
-
   // Rows of keys and values of the tile; positions outside [first, count) borrow the first's, and are masked.
   void locate(int64_t start, int first, int count) {
     const int32_t* table = call_.args->block_table + int64_t{tile_.sequence} * desc_.table_width;
@@ -169,20 +173,10 @@ class TileAttention {
       for (int i = 0; i < run; ++i, ++j, row += shape_.token_stride) {
         key_rows_[j] = row;
         value_rows_[j] = row + shape_.value_offset;
-        if (rows_ < kRowsToTranspose) prefetch(row);
       }
     }
     for (int j = 0; j < first; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
     for (int j = count; j < kTile; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
-  }
-
-  // Few rows are bound by memory, and heads lie apart: ask for the whole tile before the first product.
-  void prefetch(const T* row) const {
-    constexpr int kLine = 64 / sizeof(T);
-    for (int d = 0; d < dim_; d += kLine) {
-      __builtin_prefetch(row + d);
-      __builtin_prefetch(row + shape_.value_offset + d);
-    }
   }
 
   // keys_[d][j], zeros from dim_ to padded_.
@@ -311,6 +305,34 @@ class TileAttention {
   const T* value_rows_[kTile];
   const float* float_rows_[kTile];  // rows of values_
 };
+
+// Some key heads of one tile. Few rows are bound by memory: their heads, neighbours in the cache, take turns
+// at every tile of positions. Many rows are bound by arithmetic: one head after the other, keys transposed.
+template <class V, class T>
+void attend_heads(const AttentionCall& call, const PlanTile& tile, int first_head, int heads, int first_split,
+                  int end_split, float* scratch) {
+  using Head = TileAttention<V, T>;
+  const int rows = tile.tokens * call.shape.group;
+  const int together = rows < kRowsToTranspose ? kHeadsTogether : 1;
+  float* const own = scratch + attention_shared_floats(call.shape);
+  for (int head = first_head; head < first_head + heads; head += together) {
+    const int count = smaller(first_head + heads - head, together);
+    std::optional<Head> group[kHeadsTogether];
+    for (int i = 0; i < count; ++i) {
+      group[i].emplace(call, tile, head + i, scratch, own + i * attention_own_floats(call.shape, rows));
+      group[i]->begin();
+    }
+    for (int split = first_split; split < end_split; ++split) {
+      for (int i = 0; i < count; ++i) group[i]->begin_split();
+      const int64_t end = group[0]->split_end(split);
+      for (int64_t start = group[0]->split_begin(split); start < end; start += kTile) {
+        for (int i = 0; i < count; ++i) group[i]->attend_tile(start, smaller(end - start, kTile));
+      }
+      for (int i = 0; i < count; ++i) group[i]->end_split(split);
+    }
+    for (int i = 0; i < count; ++i) group[i]->end();
+  }
+}
 
 }  // namespace
 }  // namespace enginebay

@@ -10,7 +10,6 @@
 namespace enginebay {
 namespace {
 
-
 constexpr int32_t kMagic = 0x45425031;  // "EBP1"
 constexpr int kItemsPerThread = 4;      // fewer items than this and tiles are cut along the cache as well
 constexpr size_t kAlignment = 64;       // bytes
