@@ -286,9 +286,11 @@ class TritonServer:
             try:
                 status = process.wait(_WATCH)
             except subprocess.TimeoutExpired:
-                if not workers or look % _LOOKS == 0:  # looking through all of /proc takes a while
+                states = {pid: _stat(Path(f"/proc/{pid}/stat"))[:1] for pid in workers}
+                dead = [pid for pid, state in states.items() if state == ["Z"]]
+                # Looking through all of /proc takes a while. Triton starts workers that end soon, too.
+                if not all(states.values()) or not workers or look % _LOOKS == 0:
                     workers = self.worker_pids()
-                dead = [pid for pid in workers if _stat(Path(f"/proc/{pid}/stat"))[:1] == ["Z"]]
                 if dead and not self._stopping:
                     self._reason = f"its Python worker, process {dead[0]}, died"
                     self._kill()

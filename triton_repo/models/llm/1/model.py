@@ -9,13 +9,14 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 _FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(_FOLDER / "lib"))  # before any EngineBay that may be installed
 
-from enginebay.triton_repo.backend.service import Service  # noqa: E402
-
 
 class TritonPythonModel:
     """Decoupled: `execute` returns at once, responses follow through each request's sender."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        # Not above: Triton first imports this file in a process that only asks whether it completes the config.
+        from enginebay.triton_repo.backend.service import Service
+
         self._service = Service(
             pb_utils, _FOLDER, args["model_config"], args["model_name"], args["model_version"]
         )
