@@ -14,6 +14,7 @@ from enginebay.builder.quant.formats import WeightFormat
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
+from enginebay.builder.quant.stored import StoredWeights
 from enginebay.builder.weights import WeightMatrix
 from enginebay.plugins.ops import EXPERT_ALIGNMENT
 
@@ -66,6 +67,7 @@ class WeightPacker:
         self._quantizer = quantizer
         self._placed: dict[str, Placed] = {}
         self._plans: dict[str, tuple[LayerPlan, ...]] = {}
+        self._quantizers: dict[str, Quantizer] = {}
         self.layouts: dict[str, str] = {}
         self.results: list[LayerResult] = []
 
@@ -88,6 +90,19 @@ class WeightPacker:
         }
         self._placed[weight.name] = Placed(value, attributes)
         return self._placed[weight.name]
+
+    def place_stored(self, graph: ir.Graph, layer: str, name: str, weights: StoredWeights) -> Placed:
+        """The packed form of weights that came quantised: whatever the recipe says, they stay as they are."""
+        fmt, (rows, columns) = weights.format, weights.shape
+        plan = LayerPlan(layer, WeightMatrix(name, weights.values), fmt)
+        value = self._register(graph, name, (plan,), self._library.packed_bytes(fmt, weights.shape))
+        self._quantizers[f"{name}.packed"] = weights
+        attributes = {
+            "in_features": columns,
+            "out_features": rows,
+            **_format_attributes(fmt, fmt.scale_block(columns)),
+        }
+        return Placed(value, attributes)
 
     def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value) -> Placed:
         """The packed form of initializer `weight` [experts, N, K]: one expert after another, each at a
@@ -125,12 +140,12 @@ class WeightPacker:
 
     def pack(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of packed initializer `name`, a group of rows at a time; then its entry in `results`."""
-        plans = self._plans[name]
+        plans, quantizer = self._plans[name], self._quantizers.get(name, self._quantizer)
         squares = lost = worst = 0.0
         size = 0
         for plan in plans:
             start = 0
-            for chunk in self._quantizer.rows(plan):
+            for chunk in quantizer.rows(plan):
                 difference = dequantize_rows(chunk.rows) - chunk.exact
                 squares += float(np.vdot(chunk.exact, chunk.exact))
                 lost += float(np.vdot(difference, difference))
@@ -152,7 +167,7 @@ class WeightPacker:
                 tensor=name.removesuffix(".packed"),
                 shape=(len(plans) * rows, columns),
                 format=first.format,
-                method=self._quantizer.method(first),
+                method=quantizer.method(first),
                 source_bytes=sum(plan.matrix.nbytes for plan in plans),
                 packed_bytes=size,
                 squared_error=lost,

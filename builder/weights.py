@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +20,31 @@ ROW_GROUP = 64  # chunks of a matrix begin at multiples of it
 
 class SidecarError(ValueError):
     """A sidecar that does not hold what the graph says. The message names file, tensor and sizes."""
+
+
+def read_values(tensor: ir.TensorProtocol, start: int, stop: int) -> NDArray[Any]:
+    """Rows start..stop of a matrix [N, K] in its own dtype, from its file where it has one; 4-bit values as
+    uint8."""
+    columns = int(tensor.shape.numpy()[1])
+    nibbles = tensor.dtype == ir.DataType.UINT4
+    if not isinstance(tensor, ir.ExternalTensor):
+        held = tensor.numpy()[start:stop]
+        return held.astype(np.uint8) if nibbles else held
+    dtype = np.dtype(np.uint8) if nibbles else tensor.dtype.numpy()
+    if nibbles and columns % 2:
+        raise SidecarError(f"{tensor.path}: rows of {tensor.name} have {columns} 4-bit values, an odd number")
+    items = columns // 2 if nibbles else columns
+    offset = (tensor.offset or 0) + start * items * dtype.itemsize
+    count = (stop - start) * items
+    values = np.fromfile(tensor.path, dtype=dtype, count=count, offset=offset)
+    if values.size != count:
+        raise SidecarError(
+            f"{tensor.path}: ends inside tensor {tensor.name}: {count} values expected at byte "
+            f"{offset}, {values.size} found; export the model again"
+        )
+    if nibbles:
+        values = np.stack([values & 15, values >> 4], axis=-1)
+    return values.reshape(stop - start, columns)
 
 
 @dataclass(frozen=True)
@@ -40,19 +65,7 @@ class WeightMatrix:
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """float32 [stop - start, K]."""
-        columns = self.shape[1]
-        if not isinstance(self.tensor, ir.ExternalTensor):
-            return self.tensor.numpy()[start:stop].astype(np.float32)
-        dtype = self.tensor.dtype.numpy()
-        offset = (self.tensor.offset or 0) + start * columns * dtype.itemsize
-        count = (stop - start) * columns
-        values = np.fromfile(self.tensor.path, dtype=dtype, count=count, offset=offset)
-        if values.size != count:
-            raise SidecarError(
-                f"{self.tensor.path}: ends inside tensor {self.name}: {count} values expected at byte "
-                f"{offset}, {values.size} found; export the model again"
-            )
-        return values.reshape(stop - start, columns).astype(np.float32)
+        return read_values(self.tensor, start, stop).astype(np.float32)
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """(first row, float32 rows) over the whole matrix, about CHUNK_BYTES and whole ROW_GROUPs at a

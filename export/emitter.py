@@ -16,7 +16,14 @@ from enginebay.plugins import ops
 OPSET = 24
 WEIGHTS_FILE = "weights.bin"
 
-_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+_DTYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "U4": ir.DataType.UINT4,
+    "I8": ir.DataType.INT8,
+    "I32": ir.DataType.INT32,
+}
 
 Attributes = Mapping[str, int | float | str | Sequence[int]]
 
@@ -98,15 +105,29 @@ class Emitter:
         return self._initializers[weight.name]
 
     def weight32(self, role: str) -> ir.Value:
-        """The initializer of a role as float32: behind a Cast where the checkpoint's dtype is another."""
+        """The initializer of a role as float32: behind a Cast where the checkpoint's dtype is another, or a
+        DequantizeLinear where the checkpoint is quantised."""
         value = self.weight(role)
         assert value.name is not None
         if value.dtype == ir.DataType.FLOAT:
             return value
+        if self.has(f"{role}.scale"):
+            return self._dequantized(role, value)
         if value.name not in self._floats:
             self._floats[value.name] = self.op(
                 f"{value.name}.float", "Cast", [value], to=int(ir.DataType.FLOAT)
             )
+        return self._floats[value.name]
+
+    def _dequantized(self, role: str, value: ir.Value) -> ir.Value:
+        """scale·(q − zero) by groups along the inputs."""
+        assert value.name is not None
+        if value.name not in self._floats:
+            scale = self.weight(f"{role}.scale")
+            inputs = [value, scale, *([self.weight(f"{role}.zero")] if self.has(f"{role}.zero") else [])]
+            block = self._weights[role].shape[1] // self._weights[f"{role}.scale"].shape[1]
+            name = f"{value.name}.float"
+            self._floats[value.name] = self.op(name, "DequantizeLinear", inputs, axis=1, block_size=block)
         return self._floats[value.name]
 
     def constant(self, array: np.ndarray) -> ir.Value:  # type: ignore[type-arg]

@@ -22,7 +22,10 @@ def norm(emit: Emitter, name: str, spec: Norm | None, value: ir.Value) -> ir.Val
 
 
 def linear(emit: Emitter, name: str, value: ir.Value) -> ir.Value:
-    """value · Wᵀ + bias, where the role `name` has a bias."""
+    """value · Wᵀ + bias, where the role `name` has a bias. A weight quantised in another order of its inputs
+    reads them in that order."""
+    if emit.has(f"{name}.weight.order"):
+        value = emit.op(f"{name}.ordered", "Gather", [value, emit.weight(f"{name}.weight.order")], axis=1)
     inputs = [value, emit.weight32(f"{name}.weight")]
     if emit.has(f"{name}.bias"):
         inputs.append(emit.weight32(f"{name}.bias"))

@@ -20,6 +20,7 @@ from enginebay.export.errors import CheckpointError
 from enginebay.export.families.base import Family
 from enginebay.export.layouts import LAYOUTS
 from enginebay.export.pieces import FileRange, Piece, read_range
+from enginebay.export.quantized import Scheme, scheme_notes, unused_scales
 from enginebay.export.roles import Role, required
 from enginebay.export.rope import rope_pieces, table_rows
 from enginebay.export.spec import ModelSpec
@@ -46,7 +47,8 @@ class Initializer:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        elements = math.prod(self.shape)
+        return (elements + 1) // 2 if self.dtype == "U4" else elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class WeightPlan:
         return max(weight.offset + weight.nbytes for weight in self.initializers.values())
 
 
-def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> WeightPlan:
-    """Assigns every tensor of the checkpoint.
+def plan_weights(
+    spec: ModelSpec, family: Family, checkpoint: Checkpoint, scheme: Scheme | None = None
+) -> WeightPlan:
+    """Assigns every tensor of the checkpoint; layers that `scheme` finds quantised stay so.
 
     Raises CheckpointError naming missing, extra and mis-shaped ones.
     """
@@ -78,6 +82,10 @@ def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> Wei
     found: dict[str, Initializer] = {}
     for role in required(spec):
         names = _names(family, role)
+        quantised = None if scheme is None else _quantised(role, names, checkpoint, scheme, consumed)
+        if quantised is not None:
+            found.update(quantised)
+            continue
         absent = [name for name in names if name not in checkpoint.tensors]
         missing += absent
         if not absent:
@@ -88,7 +96,11 @@ def plan_weights(spec: ModelSpec, family: Family, checkpoint: Checkpoint) -> Wei
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors that its config requires: {_some(missing)}"
         )
-    ignored = _account_for_extras(spec, family, checkpoint, consumed)
+    unused = () if scheme is None else unused_scales(checkpoint)
+    consumed.update(unused)
+    ignored = (*_account_for_extras(spec, family, checkpoint, consumed), *unused)
+    if scheme is not None:
+        notes = (*notes, *scheme_notes(scheme, checkpoint))
     for index, rope in enumerate(spec.ropes):
         rows, pairs = table_rows(rope, spec.max_positions), rope.rotary_dim // 2
         for part, piece in zip(("cos", "sin"), rope_pieces(rope, spec.max_positions), strict=True):
@@ -196,6 +208,33 @@ def _initializer(role: Role, family: Family, sources: Sequence[TensorInfo]) -> I
         )
     laid = layout.lay(role, sources)
     return Initializer(sources[0].name, laid.dtype, role.shape, laid.pieces)
+
+
+def _quantised(
+    role: Role, names: Sequence[str], checkpoint: Checkpoint, scheme: Scheme, consumed: set[str]
+) -> dict[str, Initializer] | None:
+    """The initializers of a role whose tensors are quantised, by role name and suffix; None where they are
+    not.
+
+    CheckpointError where only some of the role's tensors are.
+    """
+    if role.experts or len(role.shape) != 2:
+        return None
+    parts = [scheme.tensors(checkpoint, name) for name in names]
+    if not any(parts):
+        return None
+    whole_parts = [part for part in parts if part is not None]
+    if len(whole_parts) < len(parts):
+        plain = [name for name, part in zip(names, parts, strict=True) if part is None]
+        raise CheckpointError(
+            f"{_some(plain)} are not quantised, but what shares their input is: they become one weight"
+        )
+    consumed.update(tensor.name for part in whole_parts for tensor in part.values())
+    stored = scheme.lay(whole_parts, role.parts)
+    return {
+        f"{role.name}{suffix}": Initializer(f"{names[0]}{suffix}", item.dtype, item.shape, item.pieces)
+        for suffix, item in stored.items()
+    }
 
 
 def _account_for_extras(

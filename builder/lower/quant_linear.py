@@ -14,12 +14,13 @@ from enginebay.builder.lower.graph import (
     through_cast,
 )
 from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.stored import stored_weights
 from enginebay.plugins import ops
 
 
 def lower_linears(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
-    """Rewrites Gemm(x, W [N, K], [bias [N]], transB=1), W an initializer or a Cast of one, alpha and beta
-    1."""
+    """Rewrites Gemm(x, W [N, K], [bias [N]], transB=1), alpha and beta 1, W an initializer, a Cast of one
+    or a DequantizeLinear of weights that came quantised."""
     report = RewriteReport("quant_linear")
     for node in list(graph):
         if node.op_type not in ("Gemm", "MatMul") or node.domain != "":
@@ -30,7 +31,11 @@ def lower_linears(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
             continue
         x, weight, bias = node.inputs[0], node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
         assert weight is not None
-        packed = packer.place(graph, node.name or "linear", through_cast(weight))
+        layer, stored = node.name or "linear", stored_weights(weight)
+        if stored is None:
+            packed = packer.place(graph, layer, through_cast(weight))
+        else:
+            packed = packer.place_stored(graph, layer, f"{layer}.weight", stored)
         y = ir.Value(type=ir.TensorType(ir.DataType.FLOAT))
         lowered = plugin_node(
             ops.QUANT_LINEAR, [x, packed.value, *([bias] if bias else [])], packed.attributes, [y], node.name
@@ -44,12 +49,12 @@ def _obstacle(node: ir.Node) -> str | None:
     """Why this product stays as it is; None where it can be lowered."""
     weight = node.inputs[1]
     assert weight is not None
-    source = through_cast(weight)
-    if not source.is_initializer():
+    source, stored = through_cast(weight), stored_weights(weight)
+    if not source.is_initializer() and stored is None:
         return "its second operand is computed, not a weight"
     if node.op_type == "MatMul":
         return "MatMul holds the weight as [K, N]; the canonical form is Gemm with transB=1"
-    shape = static_shape(source)
+    shape = static_shape(source) if stored is None else stored.shape
     if shape is None or len(shape) != 2:
         return f"weight {source.name} has shape {shape}, not [N, K]"
     if int_attribute(node, "transB", 0) != 1 or any(

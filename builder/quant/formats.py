@@ -59,7 +59,7 @@ class WeightFormat:
         match = _KEY.fullmatch(key)
         if match is None:
             raise QuantizationError(
-                f"weight format '{key}' is unknown; give f32, f16, bf16, i8, i8.b32, i4.b64.sym or i4.b32.asym"
+                f"weight format '{key}' is unknown; give f32, f16, bf16, i8, i8.b32, i4.b64, i4.b32.asym"
             )
         plain, i8, i8_block, _, i4_block, sign = match.groups()
         if plain:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import through_cast
 from enginebay.builder.quant.formats import QuantizationError
+from enginebay.builder.quant.stored import stored_weights
 from enginebay.builder.weights import WeightMatrix
 from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary
@@ -130,6 +131,9 @@ class Interpreter:
         assert value is not None
         if value in values:
             return values[value]
+        stored = stored_weights(value)
+        if stored is not None:
+            return stored.dequantized()
         source = through_cast(value)
         assert source.const_value is not None, f"{value.name} is neither computed nor a weight"
         array = source.const_value.numpy()
@@ -212,8 +216,20 @@ def _swish(node: ir.Node, inputs: list[Array]) -> list[Array]:
     return [inputs[0] * _sigmoid(np.float32(alpha) * inputs[0])]
 
 
+def _gather(node: ir.Node, inputs: list[Array]) -> list[Array]:
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    return [np.take(inputs[0], inputs[1], axis=axis)]
+
+
+def _gemm(_node: ir.Node, inputs: list[Array]) -> list[Array]:
+    """Of weights that came quantised; layers to quantise are the caller's."""
+    y = inputs[0] @ inputs[1].T
+    return [y + inputs[2] if len(inputs) > 2 else y]
+
+
 _OPS: dict[str, Callable[[ir.Node, list[Array]], list[Array]]] = {
-    "Gather": lambda _, inputs: [inputs[0][inputs[1]]],
+    "Gather": _gather,
+    "Gemm": _gemm,
     "Cast": lambda _, inputs: [inputs[0].astype(np.float32)],
     "Add": lambda _, inputs: [inputs[0] + inputs[1]],
     "Sub": lambda _, inputs: [inputs[0] - inputs[1]],

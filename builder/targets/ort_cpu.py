@@ -70,18 +70,23 @@ class OrtCpu:
             set_cache_layout(graph, cache.dtype, cache.block_size),
         ]
         remove_dead(graph)
-        _check_runnable(graph, reports)
+        # A traced graph computes RoPE, norms and whatever else its model does with standard ops.
+        traced = model.metadata_props.get("enginebay.exporter") == "traced"
+        _check_runnable(graph, reports, any_standard=traced)
         return reports
 
 
-def _check_runnable(graph: ir.Graph, reports: list[RewriteReport]) -> None:
+def _check_runnable(graph: ir.Graph, reports: list[RewriteReport], *, any_standard: bool) -> None:
     """TargetError listing every node that this target has no kernel for, with what the rewrites said of
     it."""
     ours = {op.name for op in ops.OPS}
     said = {miss.node: f"{report.rewrite}: {miss.reason}" for report in reports for miss in report.misses}
     stuck = []
     for node in graph:
-        runnable = node.op_type in ours if node.domain == ops.DOMAIN else node.op_type in STANDARD_OPS
+        if node.domain == ops.DOMAIN:
+            runnable = node.op_type in ours
+        else:
+            runnable = any_standard or node.op_type in STANDARD_OPS
         wide_cast = node.op_type == "Cast" and through_cast(node.outputs[0]) is not node.outputs[0]
         if not runnable or node.domain not in ("", ops.DOMAIN) or wide_cast:
             domain = f"{node.domain}::" if node.domain else ""

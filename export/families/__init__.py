@@ -88,5 +88,7 @@ def read_spec(values: Mapping[str, Any]) -> tuple[Family, ModelSpec]:
     family = find_family(values)
     config = Config(values)
     spec = family.spec(config)
+    if not family.quantization:
+        config.ignore("quantization_config")  # enginebay.export.quantized reads it
     config.finish()
     return family, spec

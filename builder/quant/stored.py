@@ -1,0 +1,90 @@
+"""Weights that the checkpoint brought quantised: read as they are, never rounded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginebay.builder.quant.formats import WeightFormat
+from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk
+from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
+from enginebay.builder.weights import CHUNK_BYTES, ROW_GROUP, read_values
+
+I4_CENTRE = 8
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """w = scale·(q − zero): values UINT4 or INT8 [N, K], scales float32 [N, groups], zeros UINT4 [N,
+    groups] or None.
+
+    As a Quantizer it gives these values to any plan of its format.
+    """
+
+    values: ir.TensorProtocol
+    scales: ir.TensorProtocol
+    zeros: ir.TensorProtocol | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (int(dim) for dim in self.values.shape.numpy())
+        return rows, columns
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format that holds these values; symmetric int4 where every zero is the middle."""
+        columns, groups = self.shape[1], int(self.scales.shape.numpy()[1])
+        if self.values.dtype == ir.DataType.INT8:
+            return WeightFormat("i8", 0 if groups == 1 else columns // groups)
+        symmetric = self.zeros is None or bool((self._zeros() == I4_CENTRE).all())
+        return WeightFormat("i4", columns // groups, symmetric)
+
+    def method(self, plan: LayerPlan) -> str:
+        assert plan.format == self.format
+        return "as stored"
+
+    def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
+        fmt = plan.format
+        assert fmt == self.format
+        rows, columns = self.shape
+        scales, zeros = self.scales.numpy().astype(np.float32), None if self.zeros is None else self._zeros()
+        step = max(1, CHUNK_BYTES // (4 * columns * ROW_GROUP)) * ROW_GROUP
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            values = read_values(self.values, start, stop)
+            scale = np.ascontiguousarray(scales[start:stop])
+            minimums = None
+            if not fmt.symmetric and zeros is not None:
+                minimums = -scale * zeros[start:stop].astype(np.float32) + np.float32(0)
+            chunk = QuantizedRows(fmt, values, scale, minimums)
+            yield QuantizedChunk(chunk, dequantize_rows(chunk))
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """float32 [N, K]."""
+        plan = LayerPlan("", None, self.format)  # type: ignore[arg-type]
+        return np.concatenate([chunk.exact for chunk in self.rows(plan)])
+
+    def _zeros(self) -> NDArray[np.uint8]:
+        assert self.zeros is not None
+        result: NDArray[np.uint8] = self.zeros.numpy().astype(np.uint8)
+        return result
+
+
+def stored_weights(value: ir.Value) -> StoredWeights | None:
+    """What `value` stands for, if it is the DequantizeLinear, by groups along axis 1, of initializers."""
+    node = value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or node.domain != "":
+        return None
+    held = [v for v in node.inputs if v is not None]
+    if not all(v.is_initializer() for v in held) or node.attributes["axis"].as_int() != 1:
+        return None
+    tensors = [v.const_value for v in held]
+    assert tensors[0] is not None
+    assert tensors[1] is not None
+    if tensors[0].dtype not in (ir.DataType.UINT4, ir.DataType.INT8):
+        return None
+    return StoredWeights(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
