@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -239,7 +240,7 @@ class TritonServer:
             f"--grpc-port={grpc}",
             f"--metrics-port={metrics}",
             "--allow-gpu-metrics=false",
-            f"--exit-timeout-secs={max(1, round(options.drain_timeout))}",
+            f"--exit-timeout-secs={math.ceil(options.drain_timeout + _EXIT_GRACE)}",
             f"--exit-on-error={str(options.exit_on_error).lower()}",
             *options.arguments,
         ]
@@ -332,17 +333,15 @@ class TritonServer:
         streams that are idle. So the models are told too, and say when they are done (backend/control.py)."""
         assert self._scratch is not None
         folder = self._scratch.folder
-        (folder / DRAIN).touch()
+        (folder / "asked").write_text(str(self.options.drain_timeout))
+        (folder / "asked").rename(folder / DRAIN)
         os.kill(self._pid, signal.SIGTERM)
         deadline = time.monotonic() + self.options.drain_timeout + _EXIT_GRACE
-        idle_since: float | None = None
-        while time.monotonic() < deadline:
-            if self._ended.wait(_POLL):
-                return
-            if idle_since is None and (folder / DRAINED).exists():
-                idle_since = time.monotonic()
-            if idle_since is not None and time.monotonic() - idle_since > _EXIT_GRACE:
-                return
+        drained = False
+        while time.monotonic() < deadline and not self._ended.wait(_POLL):
+            if not drained and (folder / DRAINED).exists():
+                drained = True
+                deadline = min(deadline, time.monotonic() + _EXIT_GRACE)
 
 
 def _stat(path: Path) -> list[str]:

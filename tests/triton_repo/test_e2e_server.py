@@ -99,6 +99,9 @@ def test_draining_has_a_limit_and_sigint_ends_it_as_well(repository: Path) -> No
         stream.next()
         began = time.monotonic()
         served.process.send_signal(signal.SIGINT)
+        while (response := stream.next(10)).error is None:
+            assert not response.final
+        assert response.error == "the server is stopping"
         assert served.process.wait(30) == 0
         assert time.monotonic() - began < 20
         assert eventually(served.gone, 2)

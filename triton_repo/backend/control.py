@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-# The server's environment names a folder. A file `drain` in it asks the models to take no more requests;
-# they answer with `drained` when nothing is in flight. Without the variable nobody asks.
+# The server's environment names a folder. A file `drain` in it asks the models to take no more requests and to
+# give up those in flight after the seconds that it holds; they answer with `drained` when nothing is in flight.
+# Without the variable nobody asks.
 ENVIRONMENT = "ENGINEBAY_CONTROL"
 DRAIN = "drain"
 DRAINED = "drained"
@@ -17,12 +18,12 @@ _POLL = 0.25
 
 
 class Control:
-    """Watches from a thread of its own: calls `drain` once when asked to, which returns when all is done.
+    """Watches from a thread of its own: calls `drain` once when asked to, with the seconds it may take.
 
     Ends this process when its parent, the server, is gone: the backend's own worker would wait for ever.
     """
 
-    def __init__(self, drain: Callable[[], None]) -> None:
+    def __init__(self, drain: Callable[[float], None]) -> None:
         folder = os.environ.get(ENVIRONMENT)
         self._folder = Path(folder) if folder else None
         self._drain = drain
@@ -43,5 +44,5 @@ class Control:
                 threading.Thread(target=self._obey, args=(self._folder,), daemon=True).start()
 
     def _obey(self, folder: Path) -> None:
-        self._drain()
+        self._drain(float((folder / DRAIN).read_text()))
         (folder / DRAINED).touch()

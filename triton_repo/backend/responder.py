@@ -31,7 +31,7 @@ class _Stream:
     sent_at: float = 0.0  # 0: nothing yet
     opened_at: float = field(default_factory=time.monotonic)
     cumulative: float = 0.0
-    late: bool = False
+    excuse: str = "the request was cancelled"  # if it will be
 
 
 class Responder:
@@ -104,6 +104,14 @@ class Responder:
                     self._urgent = True
             if self._urgent or (self._ready and not was_ready):
                 self._wake.notify()
+
+    def give_up(self, message: str) -> None:
+        """Cancels every stream and tells its client why."""
+        with self._lock:
+            streams = list(self._streams.items())
+        for id, stream in streams:
+            stream.excuse = message
+            self._cancel(id)
 
     def drain(self) -> None:
         """Waits until every stream has had its last response."""
@@ -186,8 +194,7 @@ class Responder:
         if last.finish_reason == "error":
             return self._error(last.error or "unknown error", self._pb.TritonError.INTERNAL)
         if last.finish_reason == "cancelled":
-            message = f"no answer within {self._patience:g} s" if stream.late else "the request was cancelled"
-            return self._error(message, self._pb.TritonError.CANCELLED)
+            return self._error(stream.excuse, self._pb.TritonError.CANCELLED)
         stream.cumulative += sum(entry.logprob for output in outputs for entry in output.logprobs)
         tensors = response_tensors(
             outputs, stream.wanted, stream.cumulative, self._tokenizer, first=not stream.sent_at
@@ -211,7 +218,8 @@ class Responder:
         for id, stream in streams:
             late = not stream.wanted.stream and stream.opened_at < overdue
             if late or stream.sender.is_cancelled():
-                stream.late = late
+                if late:
+                    stream.excuse = f"no answer within {self._patience:g} s"
                 with self._lock:
                     if id in self._streams:
                         self._cancelled.add(id)

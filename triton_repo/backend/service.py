@@ -115,8 +115,9 @@ class Service:
             if output.final:
                 self._warming[output.request_id].set()
 
-    def _drain(self) -> None:
-        self._loop.drain()
+    def _drain(self, seconds: float) -> None:
+        if not self._loop.drain(seconds):
+            self._responder.give_up("the server is stopping")
         self._responder.drain()
 
     def _tick(self, live: bool) -> None:

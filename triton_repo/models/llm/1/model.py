@@ -14,7 +14,7 @@ class TritonPythonModel:
     """Decoupled: `execute` returns at once, responses follow through each request's sender."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        # Not above: Triton first imports this file in a process that only asks whether it completes the config.
+        # Not above: Triton first imports this file just to ask whether it completes the configuration.
         from enginebay.triton_repo.backend.service import Service
 
         self._service = Service(
