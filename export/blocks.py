@@ -8,7 +8,7 @@ from enginebay.export.attention import StepValues, attend
 from enginebay.export.emitter import Emitter
 from enginebay.export.mixture import mixture
 from enginebay.export.nodes import feed_forward, norm, scaled
-from enginebay.export.spec import Mlp, ModelSpec
+from enginebay.export.spec import Mlp, ModelSpec, Moe
 
 
 def decoder_layer(
@@ -36,6 +36,7 @@ def decoder_layer(
     if isinstance(layer.mlp, Mlp):
         fed = feed_forward(emit, f"{at}.mlp", layer.mlp, normed)
     else:
+        assert isinstance(layer.mlp, Moe), "traced layers have no weights by role"
         fed = mixture(emit, at, layer.mlp, normed, spec.hidden_size)
     fed = norm(emit, f"{at}.post_mlp_norm", layer.post_mlp_norm, fed)
     fed = scaled(emit, f"{at}.mlp.scaled", fed, layer.residual_scale)

@@ -118,10 +118,19 @@ def _export(
         dry_run=dry_run,
     )
     if not dry_run:
-        with _replacing(out, force) as folder:
+        with replacing(out, force) as folder:
             _write(folder, real, report, plan)
             stamped = real.files or tuple(path.name for path in checkpoint.files)
-            _record(folder, source, report, ("config.json", *companions, *stamped))
+            record_source(
+                folder,
+                source,
+                identity=identity,
+                weight_bytes=report.weight_bytes,
+                parameters=report.parameters,
+                names=("config.json", *companions, *stamped),
+                ignored=plan.ignored,
+                notes=plan.notes,
+            )
             write_sidecar(plan, folder / WEIGHTS_FILE, progress)
     return report
 
@@ -170,20 +179,34 @@ def _write(folder: Path, real: Source, report: ExportReport, plan: WeightPlan) -
     """Graph, spec and the files that go along; not the weights."""
     ir.save(build_graph(plan.spec, plan.initializers), folder / MODEL_FILE)
     (folder / SPEC_FILE).write_text(plan.spec.to_json())
-    for name in report.companions:
-        shutil.copyfile(real.folder / name, folder / name)
+    copy_companions(real.folder, folder, report.companions)
 
 
-def _record(folder: Path, source: Path, report: ExportReport, names: Sequence[str]) -> None:
+def copy_companions(source: Path, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+
+
+def record_source(
+    folder: Path,
+    source: Path,
+    *,
+    identity: str,
+    weight_bytes: int,
+    parameters: int,
+    names: Sequence[str],
+    ignored: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> None:
     """What the export was made from: `is_current` compares the stamps of `names` in `source`."""
     record = {
         "schema": SOURCE_SCHEMA,
-        "identity": report.identity,
-        "weight_bytes": report.weight_bytes,
-        "parameters": report.parameters,
+        "identity": identity,
+        "weight_bytes": weight_bytes,
+        "parameters": parameters,
         "files": _stamps(source, dict.fromkeys(names)),
-        "ignored": list(report.ignored),
-        "notes": list(report.notes),
+        "ignored": list(ignored),
+        "notes": list(notes),
     }
     (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
@@ -212,7 +235,7 @@ def _cache_bytes_per_token(spec: ModelSpec) -> int:
 
 
 @contextmanager
-def _replacing(out: Path, force: bool) -> Iterator[Path]:
+def replacing(out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that takes its place when the block succeeds and is removed when it fails."""
     if out.exists() and not force and not (out / SOURCE_FILE).is_file():
         raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or force")

@@ -36,7 +36,7 @@ def build_graph(spec: ModelSpec, weights: Mapping[str, Initializer]) -> ir.Model
         ir.Value(
             name=f"cache.{layer}",
             type=ir.TensorType(ir.DataType.FLOAT),
-            shape=_pool(spec.cache_groups[spec.group_of(layer)]),
+            shape=cache_shape(spec.cache_groups[spec.group_of(layer)]),
         )
         for layer in range(spec.num_layers)
     ]
@@ -102,7 +102,7 @@ def _input(name: str, *shape: str) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape))
 
 
-def _pool(group: CacheGroup) -> ir.Shape:
-    """[blocks, 2, block_size, Hkv, D] or [blocks, block_size, D]."""
+def cache_shape(group: CacheGroup) -> ir.Shape:
+    """Of a layer's pool: [blocks, 2, block_size, Hkv, D] or [blocks, block_size, D]."""
     shape = group.block_shape(0)
     return ir.Shape(["blocks", *(size if size else "block_size" for size in shape)])

@@ -60,7 +60,7 @@ def required(spec: ModelSpec) -> Iterator[Role]:
         yield from _norm("pre_mlp_norm", index, layer.pre_mlp_norm, hidden)
         if isinstance(layer.mlp, Mlp):
             yield from _mlp("mlp", index, layer.mlp, hidden)
-        else:
+        elif isinstance(layer.mlp, Moe):
             yield from _moe(layer.mlp, index, hidden)
         yield from _norm("post_mlp_norm", index, layer.post_mlp_norm, hidden)
     yield from _norm("final_norm", None, spec.final_norm, hidden)

@@ -151,6 +151,13 @@ class Moe:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """What a traced graph holds beside attention; there is no description of it."""
+
+    type: Literal["traced"]
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder block.
 
@@ -160,7 +167,7 @@ class Layer:
     """
 
     attention: Attention | LatentAttention
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | Traced
     pre_attention_norm: Norm | None = None
     post_attention_norm: Norm | None = None
     pre_mlp_norm: Norm | None = None
@@ -338,7 +345,8 @@ def _check(spec: ModelSpec) -> None:
                     rotary <= attention.head_dim,
                     f"{where}: rotary_dim {rotary} > head_dim {attention.head_dim}",
                 )
-        need(mlp.intermediate > 0, f"{where}: intermediate size is {mlp.intermediate}")
+        if not isinstance(mlp, Traced):
+            need(mlp.intermediate > 0, f"{where}: intermediate size is {mlp.intermediate}")
         if isinstance(mlp, Moe):
             need(
                 0 < mlp.top_k <= mlp.num_experts,

@@ -20,6 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--keep", action="store_true", help="do nothing where OUT is its export already")
     existing.add_argument("--force", action="store_true", help="replace OUT whatever it holds")
+    parser.add_argument(
+        "--generic", action="store_true", help="trace it from transformers (an architecture without a family)"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
 
 
@@ -30,8 +33,29 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.out is None:
         raise ValueError("say where to write: enginebay export MODEL OUT (or --dry-run)")
+    if args.generic:
+        return trace(args)
     report = export(args.model, args.out, keep=args.keep, force=args.force)
     return 0 if report is None else show(report, args.out, as_json=args.json)
+
+
+def trace(args: argparse.Namespace) -> int:
+    """Export through transformers; what comes out has been verified against it."""
+    from enginebay.export.generic import describe_traced, export_traced
+    from enginebay.plugins.load import library_path
+
+    if args.keep and is_current(args.model, args.out):
+        say(f"kept {args.out}: it is this model's export already")
+        return 0
+    report = export_traced(args.model, args.out, plugin_library=library_path(), force=args.force)
+    if args.json:
+        print_json(describe_traced(report))
+        return 0
+    say(
+        f"traced {report.spec.architecture}: {report.parameters / 1e6:.1f} M parameters, logits within "
+        f"{report.max_error:.1e} of transformers -> {args.out}"
+    )
+    return 0
 
 
 def export(model: Path, out: Path, *, keep: bool = False, force: bool = False) -> ExportReport | None:
