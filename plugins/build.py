@@ -24,6 +24,7 @@ from enginebay.plugins import ort_headers
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "lib" / "libenginebay_cpu.so"
+EXPORTS = HERE / "adapters" / "ort" / "exports.map"
 JOBS = 2
 
 # Contraction is off because a row's answer may not depend on which loop the compiler chose to fuse: kernels
@@ -35,6 +36,7 @@ CXX_FLAGS = (
 LINK_FLAGS = (
     *("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-O1"),
     *("-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-Wl,-soname,libenginebay_cpu.so"),
+    f"-Wl,--version-script,{EXPORTS}",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 finds its own AVX-512 intrinsics uninitialised.
@@ -149,7 +151,7 @@ def _compile(unit: Unit) -> Unit:
 
 def _link(compiler: str, everything: list[Unit], library: Path, *, relink: bool) -> Path:
     objects = [str(unit.object) for unit in everything]
-    digest = hashlib.sha256("\n".join([*LINK_FLAGS, *objects]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([*LINK_FLAGS, EXPORTS.read_text(), *objects]).encode()).hexdigest()
     stamp = library.with_suffix(".link")
     if not relink and library.is_file() and stamp.is_file() and stamp.read_text() == digest:
         print(f"plugins: {library} is up to date", flush=True)
