@@ -77,9 +77,7 @@ def test_plain_norm_and_in_place(library: KernelLibrary) -> None:
         np.array([40], np.int32).tobytes() + np.float32(1e-6).tobytes() + np.int32(1).tobytes()
     )
     y = np.full_like(x, np.nan)
-    library.call(
-        "eb_add_rms_norm_run", desc, 3, x.ctypes.data, None, weight.ctypes.data, y.ctypes.data, None
-    )
+    library.call("eb_add_rms_norm_run", desc, 3, x.ctypes.data, None, weight.ctypes.data, y.ctypes.data, None)
     wanted, _ = library.run_add_rms_norm(x, np.zeros_like(x), weight, 1e-6)
     np.testing.assert_array_equal(y, wanted)
 
