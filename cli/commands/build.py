@@ -13,7 +13,9 @@ from pathlib import Path
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.exported import read_exported
 from enginebay.builder.manifest import EngineManifest, ManifestError
-from enginebay.builder.quant.recipes import RECIPES
+from enginebay.builder.quant.formats import QuantizationError
+from enginebay.builder.quant.recipes import RECIPES, Override
+from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import PLANNED, TARGETS
 from enginebay.cli.console import print_json, progress, say
@@ -32,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quant", default=default.quant, metavar="RECIPE", help=f"{recipes} (default {default.quant})"
     )
+    _configure_weights(parser)
     parser.add_argument(
         "--max-batch", type=int, default=default.max_batch, metavar="N", help="sequences of a step"
     )
@@ -47,10 +50,74 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
 
 
+def _configure_weights(parser: argparse.ArgumentParser) -> None:
+    calibration = CalibrationConfig()
+    group = parser.add_argument_group("weights")
+    group.add_argument(
+        "--block",
+        type=int,
+        metavar="N",
+        help="int4 weights that share a scale: 32, 64, 128; default: the recipe's",
+    )
+    sign = group.add_mutually_exclusive_group()
+    sign.add_argument(
+        "--symmetric",
+        dest="symmetric",
+        action="store_const",
+        const=True,
+        help="int4 by scales alone",
+    )
+    sign.add_argument(
+        "--asymmetric",
+        dest="symmetric",
+        action="store_const",
+        const=False,
+        help="int4 with scales and minimums",
+    )
+    group.add_argument(
+        "--override", type=_override, action="append", default=[], metavar="PATTERN=FORMAT",
+        help="another format for some layers, such as 'layers.0.*=i8' or '*.mlp.down=i4.b32.asym'; the first "
+        "that matches decides",
+    )  # fmt: skip
+    group.add_argument(
+        "--bits", type=float, metavar="B",
+        help="search a format for each layer: B bits a weight on average, scales counted, without the head",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibrate", type=Path, metavar="FILE",
+        help="text, or token ids as .json or .npy; default: half of Python's help topics",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibration-sequences", type=int, default=calibration.sequences, metavar="N",
+        help=f"at most so many sequences of --calibration-length (default {calibration.sequences})",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibration-length", type=int, default=calibration.length, metavar="N",
+        help=f"tokens of a sequence (default {calibration.length})",
+    )  # fmt: skip
+    group.add_argument(
+        "--evaluate", type=int, default=0, metavar="TOKENS",
+        help="measure perplexity and KL of the weights on so many tokens not calibrated on",
+    )  # fmt: skip
+
+
+def _override(text: str) -> Override:
+    try:
+        return Override.parse(text)
+    except QuantizationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(args: argparse.Namespace) -> int:
     config = BuildConfig(
         target=args.target,
         quant=args.quant,
+        weight_block=args.block,
+        weight_symmetric=args.symmetric,
+        overrides=tuple(args.override),
+        bits=args.bits,
+        evaluate=args.evaluate,
+        calibration=CalibrationConfig(args.calibrate, args.calibration_sequences, args.calibration_length),
         max_batch=args.max_batch,
         max_step_tokens=args.max_step_tokens,
         max_sequence=args.max_sequence,
@@ -73,7 +140,12 @@ def build(exported: Path, out: Path, config: BuildConfig, *, keep: bool = False)
     bits = report.bits_per_weight
     say(f"built {out} ({config.target}, {config.quant}) in {report.seconds:.1f} s")
     say(f"  {megabytes:.1f} MB of weights, {bits:.2f} bits per weight, {report.nodes} nodes")
-    say(f"  every layer's format and error: {out / 'report.json'}")
+    if error := report.error:
+        ratio = error.perplexity / error.reference_perplexity
+        say(
+            f"  perplexity {error.perplexity:.3f}, {ratio:.4f} times the model's; mean KL {error.mean_kl:.2e}"
+        )
+    say(f"  every layer's format and error: {out / 'report.html'}, {out / 'report.json'}")
     return report
 
 

@@ -15,7 +15,7 @@ def test_export_build_inspect_in_order(
 ) -> None:
     exported, engine = tmp_path / "exported", tmp_path / "engine"
     assert main(["export", str(model), str(exported), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == 79_168 + 160 * 64 * 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 82_240
     assert (
         main(["build", str(exported), str(engine), "--target", "ort-cpu", "--quant", "int4", "--json"]) == 0
     )
@@ -54,6 +54,31 @@ def test_keep_does_nothing_until_something_changed(
         weights.truncate(100)
     assert main([*build[:3], "--quant", "int4", "--keep"]) == 0
     assert "built" in capsys.readouterr().err
+
+
+def test_weights_are_quantised_as_asked(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported, engine = tmp_path / "exported", tmp_path / "engine"
+    assert main(["export", str(model), str(exported)]) == 0
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps([[1, 5, 9, 30, 2, 7] * 5] * 4))
+    options = ["--quant", "int4-gptq", "--block", "32", "--symmetric", "--calibrate", str(tokens)]
+    command = ["build", str(exported), str(engine), *options, "--override", "layers.0.*=i8", "--json"]
+    capsys.readouterr()
+    assert main(command) == 0
+    layers = {layer["layer"]: layer for layer in json.loads(capsys.readouterr().out)["layers"]}
+    assert layers["layers.0.attention.qkv"]["format"] == "i8"
+    assert (layers["layers.1.attention.qkv"]["format"], layers["layers.1.attention.qkv"]["method"]) == (
+        "i4.b32.sym",
+        "gptq",
+    )
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--override", "layers.0=i5"])
+    assert caught.value.code == 2
+    assert "weight format 'i5' is unknown" in capsys.readouterr().err
+    assert main(["build", str(exported), str(engine), "--quant", "int8", "--block", "64"]) == 1
+    assert "recipe int8 has no int4 layers" in capsys.readouterr().err
 
 
 def test_verify_prints_its_figures_and_judges_when_asked(
