@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from enginebay.export.emitter import WEIGHTS_FILE
 from enginebay.export.errors import ExportError
 from enginebay.export.families import read_spec
 from enginebay.export.graph import build_graph
+from enginebay.export.quantized import read_scheme
 from enginebay.export.spec import ModelSpec
 from enginebay.export.weights import Initializer, WeightPlan, plan_weights, write_sidecar
 
@@ -96,18 +98,20 @@ def _export(
 ) -> ExportReport:
     """`real` is where `source`'s tensors can be read."""
     config_bytes = read_config(real.folder)
-    family, spec = read_spec(parse_config(config_bytes))
+    config = parse_config(config_bytes)
+    scheme = read_scheme(config)
+    family, spec = read_spec(config)
     checkpoint = open_checkpoint(real.folder)
-    plan = plan_weights(spec, family, checkpoint)
+    plan = plan_weights(spec, family, checkpoint, scheme)
     identity = hashlib.sha256(config_bytes + checkpoint.identity.encode()).hexdigest()
     companions = tuple(name for name in COMPANIONS if (real.folder / name).is_file())
     report = ExportReport(
         spec=plan.spec,
         identity=identity,
         parameters=sum(
-            weight.nbytes // _item(weight)
+            math.prod(weight.shape)
             for role, weight in plan.initializers.items()
-            if not role.startswith("rope.")
+            if not role.startswith("rope.") and not role.endswith((".scale", ".zero", ".order"))
         ),
         weight_bytes=plan.total_bytes,
         cache_bytes_per_token=_cache_bytes_per_token(plan.spec),
@@ -218,10 +222,6 @@ def _stamps(source: Path, names: dict[str, Any]) -> dict[str, Any]:
         path = source / name
         stamps[name] = [path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else None
     return stamps
-
-
-def _item(weight: Initializer) -> int:
-    return {"F32": 4, "F16": 2, "BF16": 2}[weight.dtype]
 
 
 def _cache_bytes_per_token(spec: ModelSpec) -> int:

@@ -218,7 +218,9 @@ def _quantised(
 
     CheckpointError where only some of the role's tensors are.
     """
-    if role.experts or len(role.shape) != 2:
+    # Experts come as numbers: their op reads no DequantizeLinear.
+    shapes = list(role.parts) * (role.experts or 1)
+    if len(shapes[0]) != 2 or (role.experts and (scheme.method != "fp8" or len(names) != len(shapes))):
         return None
     parts = [scheme.tensors(checkpoint, name) for name in names]
     if not any(parts):
@@ -230,9 +232,11 @@ def _quantised(
             f"{_some(plain)} are not quantised, but what shares their input is: they become one weight"
         )
     consumed.update(tensor.name for part in whole_parts for tensor in part.values())
-    stored = scheme.lay(whole_parts, role.parts)
+    stored = scheme.lay(whole_parts, shapes)
     return {
-        f"{role.name}{suffix}": Initializer(f"{names[0]}{suffix}", item.dtype, item.shape, item.pieces)
+        f"{role.name}{suffix}": Initializer(
+            f"{names[0]}{suffix}", item.dtype, item.shape if suffix else role.shape, item.pieces
+        )
         for suffix, item in stored.items()
     }
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from enginebay.builder.build import BuildConfig, build_engine
-from enginebay.export.errors import UnsupportedModelError
+from enginebay.export.errors import ExportError
 from enginebay.export.exporter import export_model
 from enginebay.export.verify import verify
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
@@ -168,16 +168,59 @@ def test_mxfp4_experts_become_the_bfloat16_they_stand_for(tmp_path: Path) -> Non
     assert {weight.dtype for weight in report.tensors if "blocks" in weight.name} == {"BF16"}
 
 
-def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
-    folder = save(
-        make_model(hf.MixtralConfig(**{**SMALL, "num_local_experts": 2, "num_hidden_layers": 1})),
-        tmp_path / "m",
-    )
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"'quantization_config': .*awq"):
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
+        ({"quant_method": "mxfp4"}, "lacks .*experts.0.w1.weight|not part of a Mixtral"),
+    ],
+)
+def test_another_quantisation_is_refused_by_name(table: dict[str, str], words: str, tmp_path: Path) -> None:
+    config = hf.MixtralConfig(**{**SMALL, "num_local_experts": 2, "num_hidden_layers": 1})
+    folder = save(make_model(config), tmp_path / "m")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": table}))
+    if table["quant_method"] == "mxfp4":
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+        tensors[f"{name}_blocks"] = tensors.pop(name).to(torch.uint8)
+        save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ExportError, match=words):
         export_model(folder, tmp_path / "out")
+
+
+def test_fp8_checkpoints_of_deepseek_v3(tmp_path: Path) -> None:
+    """Blocks of E4M3 with a scale each, for every linear layer and expert.
+
+    The oracle holds what they stand for.
+    """
+    kind, changes = MODELS["deepseek_v3"]
+    oracle = save(make_model(kind(**{**SMALL, **changes})), tmp_path / "oracle", torch.bfloat16)
+    tensors, stored = load_file(oracle / "model.safetensors"), {}
+    for name, value in tensors.items():
+        if value.ndim != 2 or (not name.endswith("_proj.weight") and "kv_a_proj" not in name):
+            stored[name] = value
+            continue
+        blocks = [-(-size // 16) for size in value.shape]
+        padded = torch.zeros(blocks[0] * 16, blocks[1] * 16)
+        padded[: value.shape[0], : value.shape[1]] = value.float()
+        tiles = padded.reshape(blocks[0], 16, blocks[1], 16)
+        scales = (tiles.abs().amax(dim=(1, 3)) / 448).clamp(min=1e-12)
+        codes = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        real = (codes.float() * scales[:, None, :, None]).reshape(padded.shape)
+        rows, columns = value.shape
+        stored[name] = codes.reshape(padded.shape)[:rows, :columns].contiguous()
+        stored[f"{name}_scale_inv"] = scales.contiguous()
+        tensors[name] = real[:rows, :columns].to(torch.bfloat16).contiguous()
+    save_file(tensors, oracle / "model.safetensors", metadata={"format": "pt"})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((oracle / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = check_against_oracle(folder, (29, 17), reference=oracle)
+    assert any("experts" in weight.name for weight in report.tensors)
 
 
 def test_prediction_heads_beyond_the_last_layer_are_reported(tmp_path: Path) -> None:
