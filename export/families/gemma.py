@@ -37,6 +37,7 @@ def _spec(
     Of full attention, then where it differs of sliding attention; `caps`: of attention and logits.
     """
     config.expect("use_bidirectional_attention", False)
+    config.expect("sliding_window_size", config.nullable("sliding_window", 4096))  # its older name
     norm = Norm("rms", config.number("rms_norm_eps", 1e-6))
     bias = config.flag("attention_bias", False)
     mlp = gated_mlp(config, "hidden_activation", "gelu_pytorch_tanh")
