@@ -231,6 +231,44 @@ QUANT_MOE = Op(
     ),
 )
 
+_SAMPLING = (
+    Param("temperature", ("float32",), ("B",), optional=True),
+    Param("top_k", ("int32",), ("B",), optional=True),
+    Param("top_p", ("float32",), ("B",), optional=True),
+    Param("min_p", ("float32",), ("B",), optional=True),
+    Param("seeds", ("int64",), ("B",), optional=True),
+    Param("positions", ("int64",), ("B",), optional=True),
+)
+
+# Penalties are in the C ABI only: they edit logits in place, which no graph may do to an input.
+SPEC_VERIFY = Op(
+    name="SpecVerify",
+    version=1,
+    doc="Accepts drafts, chains or trees, keeping the target's distribution (enginebay/spec_verify.h).",
+    inputs=(
+        Param("logits", FLOATS, ("R", "V")),
+        Param("row_start", ("int32",), ("B+1",)),
+        Param("draft_tokens", ("int32",), ("R",)),
+        Param("parents", ("int32",), ("R",), optional=True),
+        Param("draft_probs", ("float32",), ("R", "V"), optional=True),
+        *_SAMPLING,
+    ),
+    outputs=(
+        Param("accepted", ("int32",), ("B",)),
+        Param("path", ("int32",), ("B", "max_depth")),
+        Param("next_token", ("int32",), ("B",)),
+    ),
+    attributes=(Attribute("max_depth", None, "the longest path of drafts a sequence may accept"),),
+)
+
+SAMPLE = Op(
+    name="Sample",
+    version=1,
+    doc="SpecVerify without drafts: a token a row.",
+    inputs=(Param("logits", FLOATS, ("B", "V")), *_SAMPLING),
+    outputs=(Param("next_token", ("int32",), ("B",)),),
+)
+
 # Canonical ops that no library runs as they are.
 EXPORTED: tuple[Op, ...] = (MOE,)
 
@@ -241,6 +279,8 @@ OPS: tuple[Op, ...] = (
     ADD_RMS_NORM,
     GATED_ACTIVATION,
     QUANT_MOE,
+    SPEC_VERIFY,
+    SAMPLE,
 )
 
 

@@ -48,7 +48,9 @@ class Library:
             self.library.eb_spec_verify_workspace_size(
                 byref(context), byref(desc), ctypes.c_int64(sequences), ctypes.c_int64(rows), byref(size)
             ),
-            self.library.eb_spec_verify_run(byref(context), byref(desc), byref(args), c_void_p(), c_size_t(0)),
+            self.library.eb_spec_verify_run(
+                byref(context), byref(desc), byref(args), c_void_p(), c_size_t(0)
+            ),
         ):
             if status:
                 raise ValueError(message.value.decode())
@@ -107,7 +109,9 @@ def test_verification(library: Library, chains: bool, dense: bool) -> None:
     start, drafts, parents = [0], [], []
     for _ in range(sequences):
         nodes = int(rng.integers(1, 9))
-        parents += [node - 1 if chains else int(rng.integers(0, node)) if node else -1 for node in range(nodes)]
+        parents += [
+            node - 1 if chains else int(rng.integers(0, node)) if node else -1 for node in range(nodes)
+        ]
         drafts += rng.integers(0, vocab, nodes).tolist()
         start.append(start[-1] + nodes)
     rows = start[-1]
@@ -208,3 +212,62 @@ def test_bad_input_is_refused(library: Library) -> None:
         )
     with pytest.raises(ValueError, match="go together"):
         library(logits, 2, penalty_start=np.zeros(3, np.int32))
+
+
+def node(op_type: str, inputs: dict[str, int], outputs: dict[str, int], **attributes: object) -> bytes:
+    """A model of one `enginebay` node; inputs and outputs by name with their element types, of any shape."""
+    from onnx import helper
+
+    def infos(named: dict[str, int]) -> list[object]:
+        return [helper.make_tensor_value_info(name, type_, None) for name, type_ in named.items() if name]
+
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node(op_type, list(inputs), list(outputs), domain="enginebay", **attributes)],
+            op_type,
+            infos(inputs),
+            infos(outputs),
+        ),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("enginebay", 1)],
+        ir_version=10,
+    )
+    return bytes(model.SerializeToString())
+
+
+def test_the_onnx_runtime_ops_answer_as_the_library_does(library: Library) -> None:
+    import onnxruntime
+    from onnx import TensorProto
+
+    f, i, w = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
+    sampling = {"temperature": f, "top_k": i, "top_p": f, "min_p": f, "seeds": w, "positions": w}
+    outputs = {"accepted": i, "path": i, "next_token": i}
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library_path()))
+    rng = np.random.default_rng()
+    settings = random_settings(6, 40, rng)
+    given = arrays(settings)
+    logits = rng.normal(0, 3, (12, 40)).astype(np.float32)
+    tree = {
+        "row_start": np.arange(0, 13, 2, dtype=np.int32),
+        "draft_tokens": rng.integers(0, 40, 12).astype(np.int32),
+        "parents": np.tile([-1, 0], 6).astype(np.int32),
+        "draft_probs": rng.dirichlet(np.ones(40), 12).astype(np.float32),
+    }
+    session = onnxruntime.InferenceSession(
+        node(
+            "SpecVerify",
+            {"logits": f, "row_start": i, "draft_tokens": i, "parents": i, "draft_probs": f, **sampling},
+            outputs,
+            max_depth=1,
+        ),
+        options,
+    )
+    seeds = {"seeds": given["seeds"].astype(np.int64)}
+    got = session.run(None, {"logits": logits, **tree, **given, **seeds})
+    for a, b in zip(got, library(logits.copy(), 6, 1, **tree, **given), strict=True):
+        assert np.array_equal(a, b)
+    session = onnxruntime.InferenceSession(
+        node("Sample", {"logits": f, **sampling}, {"next_token": i}), options
+    )
+    (tokens,) = session.run(None, {"logits": logits[:6], **given, **seeds})
+    assert np.array_equal(tokens, library(logits[:6].copy(), 6, **given)[2])

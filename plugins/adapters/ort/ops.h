@@ -6,6 +6,7 @@
 #include "enginebay/moe.h"
 #include "enginebay/paged_attention.h"
 #include "enginebay/quant_linear.h"
+#include "enginebay/spec_verify.h"
 #include "ort.h"
 
 namespace enginebay::ort {
@@ -13,6 +14,7 @@ namespace enginebay::ort {
 using Type = ONNXTensorElementDataType;
 constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr Type kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr Type kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 
@@ -120,6 +122,36 @@ class QuantMoe {
   std::string node_;
   eb_moe_desc desc_{};
   size_t gate_up_stride_ = 0, down_stride_ = 0;  // bytes of an expert
+};
+
+class SpecVerify {
+ public:
+  static constexpr const char* kName = "SpecVerify";
+  static constexpr size_t kRequiredInputs = 3;
+  static constexpr Type kInputs[] = {kFloat, kInt32, kInt32, kInt32, kFloat, kFloat,
+                                     kInt32, kFloat, kFloat, kInt64, kInt64};
+  static constexpr Type kOutputs[] = {kInt32, kInt32, kInt32};
+
+  explicit SpecVerify(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  std::string node_;
+  int32_t max_depth_;
+};
+
+class Sample {
+ public:
+  static constexpr const char* kName = "Sample";
+  static constexpr size_t kRequiredInputs = 1;
+  static constexpr Type kInputs[] = {kFloat, kFloat, kInt32, kFloat, kFloat, kInt64, kInt64};
+  static constexpr Type kOutputs[] = {kInt32};
+
+  explicit Sample(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  std::string node_;
 };
 
 }  // namespace enginebay::ort

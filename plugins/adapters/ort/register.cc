@@ -11,6 +11,8 @@ struct Domain {
   CustomOp<AddRmsNorm> add_rms_norm;
   CustomOp<GatedActivation> gated_activation;
   CustomOp<QuantMoe> quant_moe;
+  CustomOp<SpecVerify> spec_verify;
+  CustomOp<Sample> sample;
   Ort::CustomOpDomain domain{"enginebay"};
 
   Domain() {
@@ -20,6 +22,8 @@ struct Domain {
     domain.Add(&add_rms_norm);
     domain.Add(&gated_activation);
     domain.Add(&quant_moe);
+    domain.Add(&spec_verify);
+    domain.Add(&sample);
   }
 };
 
