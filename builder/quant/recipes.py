@@ -14,7 +14,7 @@ from enginebay.builder.quant.scaling import AwqScaling, SmoothScaling
 F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
 BF16 = WeightFormat("bf16")
-I8 = WeightFormat("i8")
+I8 = WeightFormat("i8", 128)  # or the half or quarter of it that divides: see Recipe.format_of
 I4 = WeightFormat("i4", block=32, symmetric=False)
 
 HEAD = "lm_head"
@@ -82,6 +82,10 @@ class Recipe:
         fmt = self._override(layer)
         if fmt is None:
             fmt = self.embedding if role == "embedding" else self.head if layer == HEAD else self.linear
+            if fmt.kind == "i8":
+                # Kernels round inputs in blocks of up to 128: scales of the weights that follow them cost
+                # nothing.
+                fmt = next((f for f in _I8_BLOCKS if shape[1] % f.block == 0), fmt)
         if not fmt.is_float:
             try:
                 fmt.scale_block(shape[1])
@@ -115,6 +119,7 @@ class Recipe:
         return next((o.format for o in self.overrides if fnmatchcase(layer, o.pattern)), None)
 
 
+_I8_BLOCKS = (I8, WeightFormat("i8", 64), WeightFormat("i8", 32))
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
 
@@ -130,7 +135,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp32", "float32 weights and cache", F32, F32, F32, "float32"),
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
-        Recipe("int8", "int8 weights, a scale for each row", I8, I8, I8, "float16"),
+        Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "float16"),
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",

@@ -26,11 +26,13 @@ from enginebay.builder.quant.rtn import dequantize_rows, quantize_rows
 
 Float32 = NDArray[np.float32]
 
+LOGITS_STRIDE = 4
 CANDIDATES = (
     WeightFormat("i4", 128),
     WeightFormat("i4", 64),
     WeightFormat("i4", 32, symmetric=False),
-    WeightFormat("i8"),
+    WeightFormat("i8", 128),
+    WeightFormat("i8", 64),
 )
 
 
@@ -60,13 +62,14 @@ def measure(
     formats: Sequence[WeightFormat] = CANDIDATES,
     progress: StageProgress | None = None,
 ) -> tuple[Sensitivity, ...]:
-    """The sensitivity of every linear layer but the head, of a canonical graph with shapes inferred."""
+    """The sensitivity of every linear layer but the head, over every LOGITS_STRIDEth token, of a canonical
+    graph with shapes inferred."""
     run = Interpreter(graph, batch)
     nodes = [*run.body, *run.tail]
-    expected = log_softmax(_finish(run, nodes, run.start(), graph).astype(np.float64))
+    expected = log_softmax(_finish(run, nodes, _start(run, batch), graph).astype(np.float64))
     layers = [node for node in nodes if linear_weight(node) is not None and node.name != HEAD]
     results: list[Sensitivity] = []
-    values = run.start()
+    values = _start(run, batch)
     read: dict[ir.Value, int] = {}
     for place, node in enumerate(nodes):
         if node in layers:
@@ -131,6 +134,15 @@ def search(
     embedding not."""
     mix = choose(measure(graph, batch, progress=progress), bits)
     return recipe.with_overrides(mix.overrides), mix
+
+
+def _start(run: Interpreter, batch: Batch) -> Values:
+    """The inputs, with logits of every LOGITS_STRIDEth token: neighbours tell much the same, and logits are
+    wide."""
+    values = run.start()
+    index = next(value for value in values if value.name == "logits_index")
+    values[index] = np.arange(0, batch.tokens, LOGITS_STRIDE, dtype=np.int32)
+    return values
 
 
 def _upgrades(s: Sensitivity, current: int) -> list[tuple[float, float]]:

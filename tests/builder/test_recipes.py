@@ -15,8 +15,20 @@ def test_an_unknown_recipe_lists_the_known():
 def test_roles_choose_the_format():
     chosen = recipe("int4")
     assert chosen.format_of("layers.0.mlp.down", (64, 128)) == chosen.linear
-    assert chosen.format_of("lm_head", (128, 64)) == chosen.head
-    assert chosen.format_of("embed", (128, 64), "embedding") == chosen.embedding
+    assert chosen.format_of("lm_head", (64, 128)) == chosen.head
+    assert chosen.format_of("embed", (64, 128), "embedding") == chosen.embedding
+
+
+@pytest.mark.parametrize(("columns", "block"), [(1024, 128), (576, 64), (96, 32)])
+def test_int8_takes_the_largest_block_that_divides(columns, block):
+    assert recipe("int8").format_of("layers.0.mlp.down", (64, columns)) == WeightFormat("i8", block)
+
+
+def test_int8_without_a_block_that_divides_is_refused():
+    with pytest.raises(
+        QuantizationError, match="layer lm_head: block size 128 does not divide the layer's 48"
+    ):
+        recipe("int8").format_of("lm_head", (128, 48))
 
 
 def test_the_first_override_that_matches_decides():
