@@ -256,6 +256,21 @@ def replacing(out: Path, force: bool) -> Iterator[Path]:
         raise
 
 
+# Bits of a weight by recipe, its scales and minimums counted; vectors and tables stay float32.
+_RECIPE_BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.5, "int4": 5.0}
+
+
+def engine_bytes(report: ExportReport) -> dict[str, int]:
+    """Bytes of weights that an engine of each recipe will hold, to a few percent."""
+    matrices = vectors = 0
+    for weight in report.tensors:
+        if len(weight.shape) > 1 and not weight.name.startswith("rope."):
+            matrices += math.prod(weight.shape)
+        else:
+            vectors += math.prod(weight.shape)
+    return {name: int(matrices * bits / 8 + 4 * vectors) for name, bits in _RECIPE_BITS.items()}
+
+
 def describe(report: ExportReport) -> dict[str, Any]:
     """The report as plain data for `--json` and `--dry-run`: spec, tensors with shapes and bytes, memory."""
     return {
@@ -263,6 +278,7 @@ def describe(report: ExportReport) -> dict[str, Any]:
         "parameters": report.parameters,
         "weight_bytes": report.weight_bytes,
         "cache_bytes_per_token": report.cache_bytes_per_token,
+        "engine_bytes": engine_bytes(report),
         "max_positions": report.spec.max_positions,
         "tied_embeddings": report.spec.tied_embeddings,
         "notes": list(report.notes),

@@ -7,10 +7,12 @@ flat in the model's size. What the exporter does not understand it refuses by na
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from enginebay.cli.console import print_json, progress, say
-from enginebay.export.exporter import ExportReport, describe, export_model, is_current
+from enginebay.export.exporter import ExportReport, describe, engine_bytes, export_model, is_current
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +80,30 @@ def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> in
         f"{report.weight_bytes / 1e6:.1f} MB of weights, {len(report.spec.layers)} layers"
         + ("" if report.dry_run else f" -> {out}")
     )
+    if report.dry_run:
+        show_plan(report)
     for note in report.notes:
         say(f"  note: {note}")
     for name in report.ignored:
         say(f"  left out: {name}")
     return 0
+
+
+def show_plan(report: ExportReport) -> None:
+    """The tensors, the spec and the memory of a dry run, on standard output."""
+    for weight in report.tensors:
+        print(
+            f"{weight.nbytes:14,d}  {weight.dtype:4}  {'x'.join(map(str, weight.shape)):>18}  {weight.name}"
+        )
+    document = asdict(report.spec)
+    layers = document.pop("layers")
+    print(f"spec: {json.dumps(document)}")
+    first = 0
+    for index, layer in enumerate(layers):
+        if index + 1 == len(layers) or layers[index + 1] != layer:
+            print(f"layers {first} to {index}: {json.dumps(layer)}")
+            first = index + 1
+    engines = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in engine_bytes(report).items())
+    print(
+        f"an engine's weights: {engines}; its float32 cache: {report.cache_bytes_per_token:,} bytes a token"
+    )
