@@ -97,7 +97,7 @@ def _weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
         document = json.loads(index.read_bytes())
         weight_map = document["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index with a 'weight_map': {error}") from error
     for name, file in pairs:
         if Path(file).name != file or not file.endswith(suffix):
@@ -140,7 +140,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
 def _parse(path: Path, header: bytes, start: int) -> list[TensorInfo]:
     try:
         document = json.loads(header)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: its header is not an object")

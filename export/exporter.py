@@ -172,7 +172,7 @@ def read_config(source: Path) -> bytes:
 def parse_config(data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"config.json is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ExportError("config.json is not an object")

@@ -10,19 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from enginebay.export.spec_json import SpecError, decode
 
 SCHEMA = 1
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-
-
-class SpecError(ValueError):
-    """A ModelSpec that cannot be: the message names the field and the values that disagree."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ class ModelSpec:
         found = document.get("schema") if isinstance(document, dict) else None
         if found != SCHEMA:
             raise SpecError(f"spec has schema {found!r}, this version reads {SCHEMA}: export the model again")
-        spec = _decode(ModelSpec, document, "spec")
+        spec = decode(ModelSpec, document, "spec")
         assert isinstance(spec, ModelSpec)
         return spec
 
@@ -356,58 +352,3 @@ def _check(spec: ModelSpec) -> None:
                 0 < mlp.top_groups <= mlp.groups and mlp.num_experts % mlp.groups == 0,
                 f"{where}: {mlp.top_groups} of {mlp.groups} groups of {mlp.num_experts} experts",
             )
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """`value`, parsed JSON, as the annotated type `hint`; SpecError names the place."""
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        if value not in typing.get_args(hint):
-            raise SpecError(f"{where} is {value!r}, must be one of {typing.get_args(hint)}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _decode_union(typing.get_args(hint), value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise SpecError(f"{where} must be a list")
-        item = typing.get_args(hint)[0]
-        return tuple(_decode(item, element, f"{where}[{index}]") for index, element in enumerate(value))
-    if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(hint, value, where)
-    if hint is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is not hint:
-        raise SpecError(f"{where} is {value!r}, must be {hint.__name__}")
-    return value
-
-
-def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None and types.NoneType in options:
-        return None
-    candidates = [option for option in options if option is not types.NoneType]
-    if len(candidates) == 1:
-        return _decode(candidates[0], value, where)
-    tag = value.get("type") if isinstance(value, dict) else None
-    for option in candidates:
-        if tag in typing.get_args(typing.get_type_hints(option)["type"]):
-            return _decode(option, value, where)
-    raise SpecError(
-        f"{where} has type {tag!r}, which is none of {[option.__name__ for option in candidates]}"
-    )
-
-
-def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise SpecError(f"{where} must be an object")
-    hints = typing.get_type_hints(hint)
-    unknown = sorted(set(value) - set(hints))
-    missing = sorted(
-        field.name
-        for field in dataclasses.fields(hint)
-        if field.name not in value
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    )
-    if unknown or missing:
-        raise SpecError(f"{where}: unknown keys {unknown}, missing keys {missing}")
-    return hint(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})

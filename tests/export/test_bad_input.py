@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from export_support import make_model, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
@@ -248,3 +251,27 @@ def test_identity_follows_config_and_headers(folder: Path, tmp_path: Path) -> No
     first = export_model(folder, tmp_path / "out", dry_run=True).identity
     edit_config(folder, rms_norm_eps=1e-3)
     assert export_model(folder, tmp_path / "out", dry_run=True).identity != first
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_nesting_without_end_is_refused(folder: Path, name: str) -> None:
+    deep = b"[" * 200_000
+    (folder / name).write_bytes(deep if name == "config.json" else struct.pack("<Q", len(deep)) + deep)
+    refused(folder, "not JSON", ExportError)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_damage_to_a_header_is_named_or_harmless(data: st.DataObject) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
+    whole = bytearray(struct.pack("<Q", len(header)) + header + bytes(24))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / WEIGHTS).write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+        try:
+            checkpoint = open_checkpoint(Path(place))
+        except CheckpointError:
+            return
+        for tensor in checkpoint.tensors.values():
+            assert tensor.offset + tensor.nbytes <= len(whole)
