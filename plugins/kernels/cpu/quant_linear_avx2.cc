@@ -86,21 +86,24 @@ inline __m256i broadcast_four(const uint8_t* x) {
   return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
 }
 
-// Dots of R rows with 8 columns along 32 values of k, added to dot[]. No sum of 16 bits saturates:
-// i4 adds eight times two products of at most 15*127, i8 multiplies 16-bit values into 32 bits.
+// Keeps a sum in its register: GCC would add up all the products of a loop in a tree, and spill them.
+inline void keep(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
+// Dots of R rows with 8 columns along 32 values of k, added to dot[]. No sum of 16 bits saturates: i4 adds
+// eight times two products of at most 15*127, i8 two of at most 128*127, the weights' signs moved to x.
 template <int R, Weights W>
 inline void dot_32(__m256i (&dot)[R], const uint8_t* values, const uint8_t* x, int rows) {
+  const __m256i ones = _mm256_set1_epi16(1);
   if constexpr (W == Weights::kI8) {
-    const __m256i even = _mm256_set1_epi16(0xff);
+    const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
     for (int g = 0; g < 8; ++g) {
-      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 64 * g));
-      const __m256i w_even = _mm256_and_si256(w, even), w_odd = _mm256_srli_epi16(w, 8);
+      const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 64 * g));
+      const __m256i w = _mm256_xor_si256(stored, top), magnitude = _mm256_abs_epi8(w);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256i q = broadcast_four(x + 4 * (rows * g + r));
-        const __m256i q_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), q_odd = _mm256_srai_epi16(q, 8);
-        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(w_even, q_even));
-        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(w_odd, q_odd));
+        const __m256i q = _mm256_sign_epi8(broadcast_four(x + 4 * (rows * g + r)), w);
+        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, q), ones));
+        keep(dot[r]);
       }
     }
   } else {
@@ -116,10 +119,11 @@ inline void dot_32(__m256i (&dot)[R], const uint8_t* values, const uint8_t* x, i
         const uint8_t* q = x + 4 * (rows * 2 * g + r);
         sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(low, broadcast_four(q)));
         sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(high, broadcast_four(q + 4 * rows)));
+        keep(sum[r]);
       }
     }
     for (int r = 0; r < R; ++r) {
-      dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(sum[r], _mm256_set1_epi16(1)));
+      dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(sum[r], ones));
     }
   }
 }
@@ -140,7 +144,8 @@ inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, in
     const uint8_t* x_terms = x_scales + 4 * rows;
     __m256i dot[R];
     for (int r = 0; r < R; ++r) {
-      dot[r] = W == Weights::kI4Minimum ? _mm256_setzero_si256() : broadcast_four(x_terms + 4 * r);
+      // Signed i8 weights need no term either.
+      dot[r] = W == Weights::kI4 ? broadcast_four(x_terms + 4 * r) : _mm256_setzero_si256();
     }
     for (int done = 0; done < layout.block; done += 32) {
       dot_32<R, W>(dot, values, x, rows);
