@@ -82,17 +82,13 @@ class Stream:
         self.client.stop_stream(cancel_requests=True)
         self.client.close()
 
-    def close(self) -> None:
-        self.client.stop_stream()
-        self.client.close()
-
 
 def grpc(server: TritonServer, inputs: list[triton.InferInput], **options: Any) -> list[Response]:
     stream = Stream(server, inputs, **options)
     try:
         return stream.all()
     finally:
-        stream.close()
+        stream.cancel()
 
 
 def post(server: TritonServer, endpoint: str, body: dict[str, Any]) -> tuple[int, str]:

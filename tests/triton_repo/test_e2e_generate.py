@@ -248,7 +248,7 @@ def test_trailing_zero_bytes_are_kept(server: TritonServer) -> None:
 def test_wrong_tensors_are_named(server: TritonServer, inputs: list[Any], message: str) -> None:
     stream = Stream(server, inputs)
     response: Response = stream.next()
-    stream.close()
+    stream.cancel()
     assert message in (response.error or "")
 
 

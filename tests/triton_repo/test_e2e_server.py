@@ -23,14 +23,14 @@ from enginebay.triton_repo.runtime.llm import LLM
 from enginebay.triton_repo.scratch import Scratch
 from enginebay.triton_repo.server import PortBusyError, ServerError, ServerOptions, TritonServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 SLOW = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
 SERVE = """
 import sys
 from pathlib import Path
 from enginebay.triton_repo.server import ServerOptions, TritonServer
-with TritonServer(Path(sys.argv[1]), ServerOptions(drain_timeout=float(sys.argv[2]))) as server:
+with TritonServer(Path(sys.argv[1]), ServerOptions(drain_timeout=float(sys.argv[2]), ready_timeout=60)) as server:
     print(server.pid, *server.worker_pids(), server.http_url, server.grpc_url, server.metrics_url, flush=True)
     server.run_until_signal()
 """
@@ -85,7 +85,7 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones(repository: Path, ora
         while not pieces[-1].final:
             pieces.append(stream.next())
         assert "".join(piece.text for piece in pieces) == text
-        stream.close()
+        stream.cancel()
         assert served.process.wait(30) == 0
         assert eventually(served.gone, 2)
     finally:
@@ -105,7 +105,7 @@ def test_draining_has_a_limit_and_sigint_ends_it_as_well(repository: Path) -> No
         assert served.process.wait(30) == 0
         assert time.monotonic() - began < 20
         assert eventually(served.gone, 2)
-        stream.close()
+        stream.cancel()
     finally:
         served.kill()
 
@@ -117,7 +117,7 @@ def test_killing_the_parent_leaves_nothing(repository: Path) -> None:
         stream.next()
         served.process.kill()
         assert eventually(served.gone, 5)
-        stream.close()
+        stream.cancel()
         scratch = Scratch.create()  # what the next start does first
         left = [path for path in scratch.folder.parent.iterdir() if path != scratch.folder]
         scratch.release()
@@ -149,7 +149,7 @@ def test_a_dead_worker_ends_the_server(repository: Path) -> None:
         while (response := stream.next(10)).error is None:
             pass
         assert response.error  # and not silence for ever
-        stream.close()
+        stream.cancel()
 
 
 def test_a_moved_repository_works_and_holds_its_own_code(
@@ -166,7 +166,7 @@ def test_a_moved_repository_works_and_holds_its_own_code(
         assert "".join(answer) == expected(oracle, "Hello", 20, ignore_eos=True)
         stream = Stream(server, prompt_tensors("x", stream=True)[1:], model="other")
         assert "packaged code speaking" in (stream.next().error or "")
-        stream.close()
+        stream.cancel()
 
 
 def test_a_broken_engine_is_not_ready_and_says_why(served_engine: Path, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-# The server's environment names a folder. A file `drain` in it asks the models to take no more requests and to
-# give up those in flight after the seconds that it holds; they answer with `drained` when nothing is in flight.
-# Without the variable nobody asks.
+# The server's environment names a folder. A file `drain` in it asks the models to take no more requests and
+# to give up those in flight after the seconds that it holds; they answer with `drained` when nothing is in
+# flight. Without the variable nobody asks.
 ENVIRONMENT = "ENGINEBAY_CONTROL"
 DRAIN = "drain"
 DRAINED = "drained"
