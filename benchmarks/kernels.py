@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
-from cuda_library import CudaLibrary
+from cuda_library import FORMATS, CudaLibrary, MoeDesc
 from matrices import int4_weights
 from steps import Shape, random_step
 
@@ -69,12 +69,11 @@ def timed(calls: list[Callable[[], object]], replays: int = 15) -> float:
 
 
 def ceilings() -> Ceilings:
-    source = torch.randint(0, 255, (2 * GIB,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (GIB,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     # By a kernel: copies inside a graph may go to a copy engine, which is slower.
     wide, to = source.view(torch.int64), target.view(torch.int64)
     copy = 2 * len(source) / timed([lambda: torch.add(wide, 1, out=to)])
-    del source, target, wide, to
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     bf16 = 2 * 8192**3 / timed([lambda: a @ b])
     x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
@@ -260,7 +259,40 @@ def sample(library: CudaLibrary, top: Ceilings) -> Iterator[Row]:
             )
 
 
-SECTIONS = {"int4": int4, "fp8": fp8, "decode": decode, "prefill": prefill, "sample": sample}
+def moe(library: CudaLibrary, top: Ceilings) -> Iterator[Row]:
+    generator = torch.Generator(device="cuda").manual_seed(4)
+    hidden, intermediate, experts, block = 4096, 14336, 8, 128
+    for tokens in (32, 256):
+        desc = MoeDesc(
+            experts, 2, hidden, intermediate, 0, 1, 0, 0, 1.0, 0, FORMATS["i4"], block, 1, 3, 0.0, 1.702
+        )
+        strides = library.expert_strides(desc)
+        # Any nibbles and one scale everywhere: what the products read, not what they mean.
+        packed = {}
+        for name, stride in zip(("gate_up", "down"), strides, strict=True):
+            pool = torch.randint(
+                0, 255, (experts, stride), dtype=torch.uint8, device="cuda", generator=generator
+            )
+            values = hidden * intermediate * (2 if name == "gate_up" else 1) // 2
+            pool[:, values:] = (
+                torch.full((1,), 0.01, dtype=torch.bfloat16, device="cuda")
+                .view(torch.uint8)
+                .repeat((stride - values) // 2)
+            )
+            packed[name] = pool.flatten()
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        logits = torch.randn(tokens, experts, device="cuda")
+        y, workspace = torch.empty_like(x), library.moe_workspace(desc, tokens)
+        ours = timed([lambda: library.moe(desc, x, y, workspace, router_logits=logits, **packed)])
+        hit = len(torch.topk(logits, 2).indices.unique())
+        size = hit * sum(strides)
+        yield Row(
+            f"MoE 8x(4096, 14336) top-2 INT4, {tokens} tokens",
+            *(ours * 1e6, f"{size / ours / 1e12:.2f} TB/s", size / ours / top.copy, f"{hit} experts hit"),
+        )
+
+
+SECTIONS = {"int4": int4, "fp8": fp8, "decode": decode, "prefill": prefill, "sample": sample, "moe": moe}
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from enginebay.plugins.build import _call as call
 LIBRARY = HERE / "lib" / "libenginebay_cuda.so"
 SOURCES = HERE / "kernels" / "cuda"
 INSTANCE = "attention_instance"
-OPS = ("PagedAttention", "QuantLinear", "Embedding", "AddRMSNorm", "GatedActivation", "SpecVerify", "Sample")
+OPS = ("PagedAttention", "QuantLinear", "Embedding", "AddRMSNorm", "GatedActivation", "QuantMoE", "SpecVerify", "Sample")
 
 # sm_90 and sm_100 kernels use instructions that exist on that very architecture only.
 ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a", 100: "100a", 120: "120a"}

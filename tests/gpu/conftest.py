@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cuda_library import CudaLibrary, library_path
 
 HERE = Path(__file__).resolve().parent

@@ -75,6 +75,18 @@ SpecArgs = _struct(
     (c_void_p, "penalty_start penalty_tokens penalty_counts repetition presence frequency"),
     (c_void_p, "accepted path next_token"),
 )
+MoeDesc = _struct(
+    "MoeDesc",
+    (c_int32, "num_experts top_k hidden intermediate scoring renormalize num_groups top_groups"),
+    (c_float, "routed_scale"),
+    (c_int32, "activation format block_size symmetric io_dtype"),
+    (c_float, "clamp clamp_alpha"),
+)
+MoeArgs = _struct(
+    "MoeArgs",
+    (c_int64, "tokens"),
+    (c_void_p, "x router_logits correction_bias gate_up down gate_up_bias down_bias y"),
+)
 NormDesc = _struct("NormDesc", (c_int32, "width"), (c_float, "epsilon"), (c_int32, "io_dtype"))
 GateDesc = _struct("GateDesc", (c_int32, "width activation io_dtype"))
 
@@ -276,6 +288,40 @@ class CudaLibrary:
             *(byref(desc), byref(args), c_void_p(pointer(workspace)), c_size_t(len(workspace))),
         )
         return outputs
+
+    # QuantMoE ---------------------------------------------------------------------------------------------------
+
+    def expert_strides(self, desc: Any) -> tuple[int, int]:
+        up, down = c_size_t(), c_size_t()
+        self.call("eb_moe_expert_stride", byref(desc), byref(up), byref(down))
+        return up.value, down.value
+
+    def moe_workspace(self, desc: Any, tokens: int) -> Tensor:
+        size = c_size_t()
+        self.call("eb_moe_workspace_size", byref(desc), c_int64(tokens), byref(size))
+        return poisoned((size.value,), torch.uint8)
+
+    def moe(
+        self,
+        desc: Any,
+        x: Tensor,
+        y: Tensor | None = None,
+        workspace: Tensor | None = None,
+        **inputs: Tensor | None,
+    ) -> Tensor:
+        """`inputs` are named as the fields of eb_moe_args."""
+        tokens = x.shape[0]
+        if y is None:
+            y = poisoned(tuple(x.shape), x.dtype)
+        if workspace is None:
+            workspace = self.moe_workspace(desc, tokens)
+        args = MoeArgs(tokens=tokens, x=pointer(x), y=pointer(y))
+        for name, tensor in inputs.items():
+            setattr(args, name, pointer(tensor))
+        self.call(
+            "eb_moe_run", byref(desc), byref(args), c_void_p(pointer(workspace)), c_size_t(len(workspace))
+        )
+        return y
 
     # Elementwise ------------------------------------------------------------------------------------------------
 

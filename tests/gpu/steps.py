@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-
 from cuda_library import DTYPES, AttentionDesc
 
 Tensor = torch.Tensor

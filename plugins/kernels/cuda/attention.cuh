@@ -202,7 +202,7 @@ struct Instance {
   int head_dim;
   int blocks;  // of `split` that a multiprocessor holds
   int (*prefill_rows)(const Device& device);
-  cudaError_t (*run)(const Device& device, cudaStream_t stream, const Step& step, bool all_split);
+  eb_status (*run)(const eb_context* context, const Device& device, const Step& step, bool all_split);
 };
 
 }  // namespace enginebay::cuda::attention

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(const Step s, const b
     return;
   }
 
-  __shared__ float rows[kPrepareThreads / 32][D];
+  __shared__ __align__(16) float rows[kPrepareThreads / 32][D];
   float* const row = rows[warp];
   const int position = s.a.position_ids[token];
   const int half_rotary = s.d.rotary_dim / 2;
@@ -168,20 +168,39 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(const Step s, const b
   const int64_t block = write ? slot / s.d.block_size : 0;
   const int offset = write ? static_cast<int>(slot % s.d.block_size) : 0;
 
-  for (int head = warp; head < heads + 2 * kv_heads; head += kPrepareThreads / 32) {
-    const Io* const in =
-        static_cast<const Io*>(s.a.qkv) + (int64_t{token} * (heads + 2 * kv_heads) + head) * D;
+  // Pairs of neighbouring elements, lane by lane; the next head is under way while this one is worked on.
+  constexpr int kPairs = ceil_div(D, 64), kStep = kPrepareThreads / 32;
+  using IoPair = typename Half16<Io>::Pair;
+  const auto* const in =
+      static_cast<const IoPair*>(s.a.qkv) + int64_t{token} * (heads + 2 * kv_heads) * (D / 2);
+  IoPair next[kPairs];
+  const auto read = [&](int head) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = lane + 32 * j;
+      if (i < D / 2 && head < heads + 2 * kv_heads) next[j] = in[int64_t{head} * (D / 2) + i];
+    }
+  };
+  read(warp);
+  for (int head = warp; head < heads + 2 * kv_heads; head += kStep) {
     const bool is_query = head < heads, is_key = !is_query && head < heads + kv_heads;
     float square = 0.f;
     __syncwarp();
-    for (int i = lane; i < D; i += 32) {
-      row[i] = to_float(in[i]);
-      square += row[i] * row[i];
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = lane + 32 * j;
+      if (i < D / 2) {
+        const float2 v = Half16<Io>::floats(next[j]);
+        reinterpret_cast<float2*>(row)[i] = v;
+        square += v.x * v.x + v.y * v.y;
+      }
     }
+    read(head + kStep);
     const float* const norm = is_query ? s.a.q_norm : is_key ? s.a.k_norm : nullptr;
     if (norm != nullptr) {
       for (int o = 16; o > 0; o /= 2) square += __shfl_xor_sync(~0u, square, o);
       const float factor = rsqrtf(square / D + s.d.norm_epsilon);
+      __syncwarp();
       for (int i = lane; i < D; i += 32) row[i] *= factor * norm[i];
     }
     __syncwarp();
@@ -189,8 +208,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(const Step s, const b
       for (int i = lane; i < half_rotary; i += 32) {
         // A position outside the tables gives NaN: visible, and no wild read.
         const float nan = __int_as_float(0x7fc00000);
-        const float c = known_position ? s.a.rope_cos[int64_t{position} * half_rotary + i] : nan;
-        const float n = known_position ? s.a.rope_sin[int64_t{position} * half_rotary + i] : nan;
+        const float c = known_position ? __ldg(s.a.rope_cos + int64_t{position} * half_rotary + i) : nan;
+        const float n = known_position ? __ldg(s.a.rope_sin + int64_t{position} * half_rotary + i) : nan;
         const int a = s.d.rope_interleaved ? 2 * i : i,
                   b = s.d.rope_interleaved ? 2 * i + 1 : i + half_rotary;
         const float x = row[a], y = row[b];
@@ -200,14 +219,30 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(const Step s, const b
       __syncwarp();
     }
     if (is_query) {
-      Io* const out = static_cast<Io*>(s.queries) + (int64_t{token} * heads + head) * D;
-      for (int i = lane; i < D; i += 32) out[i] = from_float<Io>(row[i]);
+      auto* const out = static_cast<IoPair*>(s.queries) + (int64_t{token} * heads + head) * (D / 2);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int i = lane + 32 * j;
+        if (i < D / 2) out[i] = Half16<Io>::pair(row[2 * i], row[2 * i + 1]);
+      }
     } else if (write) {
       const int h = head - heads - (is_key ? 0 : kv_heads);
       const float scale = s.a.cache_scales != nullptr ? s.a.cache_scales[(is_key ? 0 : kv_heads) + h] : 1.f;
+      const float inverse = 1.f / scale;
       Cache* const out = static_cast<Cache*>(s.a.cache) +
                          (((block * 2 + (is_key ? 0 : 1)) * s.d.block_size + offset) * kv_heads + h) * D;
-      for (int i = lane; i < D; i += 32) out[i] = to_cache<Cache>(row[i], 1.f / scale);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int i = lane + 32 * j;
+        if (i < D / 2) {
+          const Cache pair[2] = {to_cache<Cache>(row[2 * i], inverse),
+                                 to_cache<Cache>(row[2 * i + 1], inverse)};
+          using Both = std::conditional_t<sizeof(Cache) == 2, uint32_t, uint16_t>;
+          Both both;
+          memcpy(&both, pair, sizeof both);
+          *reinterpret_cast<Both*>(out + 2 * i) = both;
+        }
+      }
     }
   }
 }

@@ -34,7 +34,8 @@ struct Place {
 };
 
 template <typename Io, int D>
-__global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1)
+    prefill_wgmma(const Step s, const bool bulk, const __grid_constant__ CUtensorMap cache_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WgmmaShape<D>;
   extern __shared__ uint8_t raw[];
@@ -57,13 +58,15 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
   const int first_token = s.a.query_start[item.sequence];
   const int query_length = s.a.query_start[item.sequence + 1] - first_token;
   const int kv_length = s.a.kv_len[item.sequence], past = kv_length - query_length;
-  const int tiles = ceil_div(item.key_end - item.key_begin, kWgmmaKeys);
+  // The engine copies whole cache blocks, so tiles begin with one.
+  const int key_base = bulk ? item.key_begin - item.key_begin % s.d.block_size : item.key_begin;
+  const int tiles = ceil_div(item.key_end - key_base, kWgmmaKeys);
 
   if (threadIdx.x == 0) {
     any_bad = 0;
     for (int i = 0; i < kWgmmaStages; ++i) {
-      barrier_init(full_keys + 8 * i, 128);
-      barrier_init(full_values + 8 * i, 128);
+      barrier_init(full_keys + 8 * i, bulk ? 1 : 128);
+      barrier_init(full_values + 8 * i, bulk ? 1 : 128);
       barrier_init(free_keys + 8 * i, 256);
       barrier_init(free_values + 8 * i, 256);
     }
@@ -90,6 +93,37 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
     const int32_t* const table = s.a.block_table + int64_t{item.sequence} * s.d.table_width;
     const auto* const cache = static_cast<const uint8_t*>(s.a.cache);
+    if (bulk) {
+      // A warp for keys, one for values; a lane a cache block.
+      const int role = thread / 32, lane = thread % 32, blocks = kWgmmaKeys / s.d.block_size;
+      if (role > 1) return;
+      const uint32_t ring = role == 0 ? keys : values, full = role == 0 ? full_keys : full_values;
+      const uint32_t free = role == 0 ? free_keys : free_values;
+      Place place;
+      for (int tile = 0; tile < tiles; ++tile, place.next()) {
+        const int key = key_base + tile * kWgmmaKeys + lane * s.d.block_size;
+        // What lies outside the pool reads as zeros: unknown blocks, and those past the end.
+        int block = s.d.num_blocks;
+        if (lane < blocks && key < item.key_end) {
+          const int id = __ldg(table + s.by_block.quotient(key));
+          if (id >= 0 && id < s.d.num_blocks)
+            block = id;
+          else if (key + s.d.block_size > item.key_begin)
+            any_bad = 1;
+        }
+        if (tile >= kWgmmaStages) barrier_wait(free + 8 * place.stage, place.parity ^ 1);
+        __syncwarp();  // what any lane found bad is known before the tile is announced
+        if (lane == 0) barrier_expect(full + 8 * place.stage, Shape::tile_bytes);
+        __syncwarp();
+        if (lane < blocks)
+#pragma unroll
+          for (int half = 0; half < D / 64; ++half)
+            copy_tile(ring + place.stage * Shape::tile_bytes + half * Shape::block_bytes +
+                          lane * s.d.block_size * 128,
+                      &cache_map, half * 64, kv_head, 0, 2 * block + role, full + 8 * place.stage);
+      }
+      return;
+    }
     const int64_t to_values = int64_t{s.d.block_size} * kv_heads * D * 2;
     constexpr int kPieces = D / 8, kPasses = kWgmmaKeys * kPieces / 128;
     const int piece = thread % kPieces, first_key = thread / kPieces;
@@ -99,7 +133,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
     const auto look_up = [&](int tile) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        const int key = item.key_begin + tile * kWgmmaKeys + first_key + i * (128 / kPieces);
+        const int key = key_base + tile * kWgmmaKeys + first_key + i * (128 / kPieces);
         const bool inside = key < item.key_end;
         rows[i] = inside ? key_row(s, __ldg(table + s.by_block.quotient(key)), key, kv_head) : kNoRow;
         bad |= inside && rows[i] == kNoRow;
@@ -159,7 +193,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
 
   const auto start_scores = [&](const Place& place) {
     barrier_wait(full_keys + 8 * place.stage, place.parity);
-    fence_async_proxy();  // the producer's copies are ordinary writes
+    fence_async_proxy();  // the producer's copies may be ordinary writes
     const uint32_t tile = keys + place.stage * Shape::tile_bytes;
     wgmma_fence();
 #pragma unroll
@@ -170,10 +204,24 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
     }
     wgmma_commit();
   };
-  const auto start_sum = [&](const Place& place) {
+  const auto start_sum = [&](const Place& place, bool last) {
     barrier_wait(full_values + 8 * place.stage, place.parity);
-    fence_async_proxy();
     const uint32_t tile = values + place.stage * Shape::tile_bytes;
+    const int valid = item.key_end - key_base - (tiles - 1) * kWgmmaKeys;
+    if (bulk && last && valid < kWgmmaKeys) {
+      // The last cache block may hold anything past the end, and NaN times nothing is NaN.
+      constexpr int kPieces = D / 8;
+      for (int i = valid * kPieces + static_cast<int>(threadIdx.x) - 128; i < kWgmmaKeys * kPieces;
+           i += 256) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const uint32_t at = tile + piece / 8 * Shape::block_bytes + row * 128 + piece % 8 * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" ::"r"(at), "r"(0) : "memory");
+      }
+      fence_async_proxy();
+      asm volatile("bar.sync 1, 256;\n" ::: "memory");
+    } else {
+      fence_async_proxy();  // the producer's copies may be ordinary writes
+    }
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kWgmmaKeys / 16; ++k)
@@ -183,7 +231,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
   };
   // Scores to probabilities; returns by how much the sums so far shrink.
   const auto softmax = [&](int tile, float (&shrink)[2]) {
-    const int key0 = item.key_begin + tile * kWgmmaKeys;
+    const int key0 = key_base + tile * kWgmmaKeys;
     if (capped) scale.apply(score, unit);
     if (tree || key0 < high.begin || key0 + kWgmmaKeys > low.end)
       mask_scores(s, score, sight, query, first_token, past, key0, item.key_end);
@@ -231,7 +279,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
   pack();
   for (int tile = 1; tile < tiles; ++tile) {
     start_scores(key_place);
-    start_sum(value_place);
+    start_sum(value_place, false);
     wgmma_wait<1>();
     wgmma_touch(score_flat);
     barrier_arrive(free_keys + 8 * key_place.stage);
@@ -247,7 +295,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) prefill_wgmma(const Step s) 
       for (int i = 0; i < 4; ++i) sum[n][i] *= shrink[i / 2];
     pack();
   }
-  start_sum(value_place);
+  start_sum(value_place, true);
   wgmma_wait<0>();
   wgmma_touch(sum_flat);
 

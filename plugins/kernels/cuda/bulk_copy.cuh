@@ -47,6 +47,20 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, i
       : "memory");
 }
 
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, int c3,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2];\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// A map of a 16-bit cache pool [blocks, 2, block_size, heads, head_dim] in tiles of one head of one block, 64
+// elements wide; coordinates are (element, head, offset in the block, 2*block + (0: keys, 1: values)).
+eb_status map_cache(const eb_context* context, CUtensorMapDataType type, const void* cache, int blocks,
+                    int block_size, int heads, int head_dim, CUtensorMap* map);
+
 // A map of a 16-bit row-major matrix [rows, columns] in tiles of `tile_rows` by 64, swizzled in 128 bytes;
 // what lies outside reads as zeros.
 eb_status map_rows(const eb_context* context, CUtensorMapDataType type, const void* matrix, int64_t rows,

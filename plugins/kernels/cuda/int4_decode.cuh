@@ -25,11 +25,18 @@ struct Int4Problem {
 };
 
 namespace int4_decode {
-constexpr int kWarps = 16, kThreads = kWarps * 32, kColumnTiles = 2, kStages = 4;
+constexpr int kWarps = 16, kThreads = kWarps * 32;
+// Tiles of 64 columns a warp takes at a time: as many as x's fragments leave registers for.
+constexpr int column_tiles(int n8) { return n8 == 1 ? 4 : 2; }
+constexpr int ring_stages(int n8) { return n8 == 1 ? 3 : 4; }
 
-// Bytes of a warp's stage: two tiles of values, then each lane's scales of up to two blocks.
-constexpr int stage_bytes(bool symmetric) { return kColumnTiles * (512 + 32 * (symmetric ? 4 : 8)); }
-constexpr size_t ring_bytes(bool symmetric) { return size_t{kWarps} * kStages * stage_bytes(symmetric); }
+// Bytes of a warp's stage: its tiles of values, then each lane's scales, one a tile at most.
+constexpr int stage_bytes(int n8, bool symmetric) {
+  return column_tiles(n8) * (512 + 32 * (symmetric ? 4 : 8));
+}
+constexpr size_t ring_bytes(int n8, bool symmetric) {
+  return size_t{kWarps} * static_cast<size_t>(ring_stages(n8) * stage_bytes(n8, symmetric));
+}
 // Bytes of one row tile's sums, of every warp and of the block.
 constexpr size_t tile_bytes(int n8) { return size_t{kWarps + 1} * n8 * 128 * sizeof(float); }
 
@@ -65,14 +72,15 @@ __device__ __forceinline__ void transpose_quad(uint4& v) {
 template <typename T, int N8, int BlockTiles, bool Symmetric>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const int chunk) {
   using Pair = typename Half16<T>::Pair;
+  constexpr int kColumnTiles = column_tiles(N8), kStages = ring_stages(N8);
   constexpr int kBlocks = kColumnTiles / BlockTiles;  // scales a row tile needs at a time
-  constexpr int kScaleBytes = Symmetric ? 4 : 8, kStage = stage_bytes(Symmetric);
+  constexpr int kScaleBytes = Symmetric ? 4 : 8, kStage = stage_bytes(N8, Symmetric);
   constexpr int kTile = N8 * 128;  // sums of a row tile: [n8][16 rows of W][8 rows of x]
 
   extern __shared__ __align__(16) uint8_t shared[];
   float* const partials =
-      reinterpret_cast<float*>(shared + ring_bytes(Symmetric));   // [warp][tile of the chunk]
-  float* const sums = partials + size_t{kWarps} * chunk * kTile;  // [tile of the chunk]
+      reinterpret_cast<float*>(shared + ring_bytes(N8, Symmetric));  // [warp][tile of the chunk]
+  float* const sums = partials + size_t{kWarps} * chunk * kTile;     // [tile of the chunk]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int cluster_size = 1, rank = 0;
@@ -118,14 +126,15 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
       const int column = first_column + ahead.pass * kWarps * kColumnTiles;
       const uint8_t* const values = p.packed + (tile * layout.k_tiles + column) * 512 + lane * 16;
       const uint32_t stage = ring + ahead_stage * kStage;
-      copy_async16(stage + lane * 16, values);
-      // An odd number of tiles leaves the last pair's second one out; x is zero there.
-      copy_async16(stage + 512 + lane * 16, column + 1 < layout.k_tiles ? values + 512 : values);
+      // Past the last column tile stands the last one again; x is zero there.
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c)
+        copy_async16(stage + c * 512 + lane * 16, values + min(c, layout.k_tiles - 1 - column) * 512);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int block = min(column / BlockTiles + b, layout.blocks - 1);
         copy_async_small<kScaleBytes>(
-            stage + 1024 + (b * 32 + lane) * kScaleBytes,
+            stage + kColumnTiles * 512 + (b * 32 + lane) * kScaleBytes,
             scale_base + (tile * layout.blocks + block) * layout.scale_bytes + g * kScaleBytes);
       }
       advance(ahead);
@@ -140,6 +149,22 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
 
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
+  uint4 x_next[kColumnTiles][2][N8];  // of the next pass, on its way while this one works
+  const auto read_x = [&](int pass) {
+    const int k0 = first_column + pass * kWarps * kColumnTiles;
+#pragma unroll
+    for (int c = 0; c < kColumnTiles; ++c)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < N8; ++n) {
+          const int row = n * 8 + g, column = (k0 + c) * 64 + half * 32 + t * 8;
+          x_next[c][half][n] = make_uint4(0, 0, 0, 0);
+          if (row < p.m && k0 + c < slice_end)
+            x_next[c][half][n] = __ldg(reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column));
+        }
+  };
+  read_x(0);
   int stage_index = 0;
   for (int chunk_tile = 0; chunk_tile < tiles; chunk_tile += chunk) {
     const int chunk_tiles = min(chunk, tiles - chunk_tile);
@@ -148,25 +173,22 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
       for (int i = lane; i < chunk_tiles * kTile; i += 32)
         partials[static_cast<size_t>(warp) * chunk * kTile + i] = 0.f;
     for (int pass = 0; pass < passes; ++pass) {
-      const int k0 = first_column + pass * kWarps * kColumnTiles;
-      uint32_t xs[kColumnTiles][4][N8][2];
       // A lane reads 16 bytes of a row, and the four lanes of the row exchange what their fragments hold.
+      uint32_t xs[kColumnTiles][4][N8][2];
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int n = 0; n < N8; ++n) {
-            const int row = n * 8 + g, column = (k0 + c) * 64 + half * 32 + t * 8;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (row < p.m && k0 + c < slice_end)
-              v = __ldg(reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column));
+            uint4 v = x_next[c][half][n];
             transpose_quad(v);
             xs[c][2 * half][n][0] = v.x;
             xs[c][2 * half][n][1] = v.y;
             xs[c][2 * half + 1][n][0] = v.z;
             xs[c][2 * half + 1][n][1] = v.w;
           }
+      read_x(pass + 1 < passes ? pass + 1 : 0);
 
 #pragma unroll 1
       for (int tile = 0; tile < chunk_tiles; ++tile) {
@@ -200,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
             }
           }
           const auto* const scale =
-              reinterpret_cast<const uint32_t*>(stage + 1024 + (b * 32 + lane) * kScaleBytes);
+              reinterpret_cast<const uint32_t*>(stage + kColumnTiles * 512 + (b * 32 + lane) * kScaleBytes);
           const float2 s = Half16<T>::floats(Int4Scales<T, Symmetric>::view(scale[0]));
 #pragma unroll
           for (int n = 0; n < N8; ++n) {
@@ -274,7 +296,7 @@ template <typename T, int N8, int BlockTiles, bool Symmetric>
 eb_status run(const eb_context* context, const Device& device, const Int4Problem& p) {
   const auto function = kernel<T, N8, BlockTiles, Symmetric>;
   const Int4Layout layout(p.k, p.n, p.block_size, Symmetric);
-  const size_t ring = ring_bytes(Symmetric), room = static_cast<size_t>(device.shared_bytes) - ring;
+  const size_t ring = ring_bytes(N8, Symmetric), room = static_cast<size_t>(device.shared_bytes) - ring;
   int best = 1, best_clusters = 0;
   double best_cost = 0;
   for (int size = 1; size <= (device.capability >= 90 ? 4 : 1); size *= 2) {
@@ -282,7 +304,7 @@ eb_status run(const eb_context* context, const Device& device, const Int4Problem
     // GPCs of 16 or 18 multiprocessors leave some out of clusters of four.
     const int fit = size == 4 ? device.multiprocessors / 16 * 4 : device.multiprocessors / size;
     const int clusters = max(1, min(layout.row_tiles, fit));
-    constexpr int kRound = kWarps * kColumnTiles;
+    constexpr int kRound = kWarps * column_tiles(N8);
     const int tiles = ceil_div(layout.row_tiles, clusters), columns = ceil_div(layout.k_tiles, size);
     const int chunks = ceil_div(tiles, static_cast<int>(room / tile_bytes(N8)));
     // Bytes of W in whole rounds of the warps, x from the L2 again for every chunk of row tiles; meeting

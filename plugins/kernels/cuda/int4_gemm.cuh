@@ -295,4 +295,13 @@ eb_status run(const eb_context* context, const Device& device, const Int4Problem
 
 }  // namespace enginebay::cuda::int4_gemm
 
+namespace enginebay::cuda {
+
+// Grouped products in tiles of `rows` rows (int4_gemm::rows_per_block), at most `most_tiles` of them
+// (int4_linear.cu).
+eb_status int4_run_groups(const eb_context* context, const Device& device, eb_dtype io, const Int4Problem& p,
+                          bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows);
+
+}  // namespace enginebay::cuda
+
 #endif

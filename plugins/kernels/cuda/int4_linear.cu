@@ -41,6 +41,31 @@ eb_status by_format(const eb_context* context, const Device& device, const Int4P
                    : by_rows<T, 2, false>(context, device, p, workspace);
 }
 
+template <typename T, int BlockTiles, bool Symmetric>
+eb_status groups_by_rows(const eb_context* context, const Device& device, const Int4Problem& p,
+                         const int4_gemm::Groups& groups, int most_tiles, int rows) {
+  switch (rows) {
+    case 32:
+      return int4_gemm::run_groups<T, 32, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
+    case 64:
+      return int4_gemm::run_groups<T, 64, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
+    case 128:
+      return int4_gemm::run_groups<T, 128, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
+    default:
+      return int4_gemm::run_groups<T, 256, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
+  }
+}
+
+template <typename T>
+eb_status groups_by_format(const eb_context* context, const Device& device, const Int4Problem& p,
+                           bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows) {
+  if (p.block_size == 64)
+    return symmetric ? groups_by_rows<T, 1, true>(context, device, p, groups, most_tiles, rows)
+                     : groups_by_rows<T, 1, false>(context, device, p, groups, most_tiles, rows);
+  return symmetric ? groups_by_rows<T, 2, true>(context, device, p, groups, most_tiles, rows)
+                   : groups_by_rows<T, 2, false>(context, device, p, groups, most_tiles, rows);
+}
+
 // Packed weights to plain ones [n, k], a warp a tile: for so many rows of x that one product of plain
 // matrices beats dequantising for each block of rows.
 template <typename T>
@@ -177,6 +202,13 @@ eb_status int4_run(const eb_context* context, const Device& device, const eb_qua
   return desc.io_dtype == EB_F16
              ? by_format<half>(context, device, problem, desc.symmetric != 0, scratch)
              : by_format<__nv_bfloat16>(context, device, problem, desc.symmetric != 0, scratch);
+}
+
+eb_status int4_run_groups(const eb_context* context, const Device& device, eb_dtype io, const Int4Problem& p,
+                          bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows) {
+  return io == EB_F16
+             ? groups_by_format<half>(context, device, p, symmetric, groups, most_tiles, rows)
+             : groups_by_format<__nv_bfloat16>(context, device, p, symmetric, groups, most_tiles, rows);
 }
 
 eb_status int4_embedding(const eb_context* context, const eb_quant_linear_desc& desc, int64_t rows,

@@ -15,6 +15,13 @@ namespace {
 
 constexpr size_t kLtWorkspace = size_t{32} << 20;
 
+// Up to here cuBLASLt's FP8 products with a scale a row are far slower than plain ones, and scaling their
+// fp32 answer costs little (benchmarks/RESULTS.md).
+constexpr int64_t kScaleAfterRows = 192;
+bool scales_after(const eb_quant_linear_desc& d, int64_t rows) {
+  return d.format == EB_F8E4M3 && rows <= kScaleAfterRows;
+}
+
 struct Lt {
   decltype(&cublasLtCreate) create;
   decltype(&cublasLtMatmul) matmul;
@@ -96,7 +103,8 @@ eb_status prepare(const eb_context* context, const eb_quant_linear_desc& d, int6
   const cublasOperation_t transposed = CUBLAS_OP_T;
   EB_RETURN_IF_LT(context,
                   lt().desc_set(product->desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
-  if (f8) {
+  const bool outer_scales = f8 && !scales_after(d, rows);
+  if (outer_scales) {
     const cublasLtMatmulMatrixScale_t outer = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     const void* placeholder =
         reinterpret_cast<const void*>(uintptr_t{256});  // the heuristic asks for alignment only
@@ -111,7 +119,8 @@ eb_status prepare(const eb_context* context, const eb_quant_linear_desc& d, int6
   }
   EB_RETURN_IF_LT(context, lt().layout_create(&product->w, in, k, n, d.in_features));
   EB_RETURN_IF_LT(context, lt().layout_create(&product->x, in, k, m, d.in_features));
-  EB_RETURN_IF_LT(context, lt().layout_create(&product->y, io, n, m, d.out_features));
+  EB_RETURN_IF_LT(
+      context, lt().layout_create(&product->y, f8 && !outer_scales ? CUDA_R_32F : io, n, m, d.out_features));
   cublasLtMatmulPreference_t preference = nullptr;
   EB_RETURN_IF_LT(context, lt().preference_create(&preference));
   const size_t limit = kLtWorkspace;
@@ -184,6 +193,27 @@ __global__ void quantise_rows(const T* x, int k, __nv_fp8_e4m3* q, float* scales
   }
 }
 
+// y = sums * (row's scale) * (column's scale) + bias, four columns a thread.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    scale_sums(const float* sums, const float* row_scales, const float* column_scales, const float* bias,
+               int n, T* y) {
+  let_next_start();
+  wait_for_previous();
+  const int column = (blockIdx.x * 256 + threadIdx.x) * 4;
+  if (column >= n) return;  // n is a multiple of 16
+  const int64_t at = int64_t{blockIdx.y} * n + column;
+  const float4 sum = *reinterpret_cast<const float4*>(sums + at);
+  const float4 scale = *reinterpret_cast<const float4*>(column_scales + column);
+  const float row = row_scales[blockIdx.y];
+  float4 b = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (bias != nullptr) b = make_float4(bias[column], bias[column + 1], bias[column + 2], bias[column + 3]);
+  typename Half16<T>::Pair out[2] = {
+      Half16<T>::pair(fmaf(sum.x * row, scale.x, b.x), fmaf(sum.y * row, scale.y, b.y)),
+      Half16<T>::pair(fmaf(sum.z * row, scale.z, b.z), fmaf(sum.w * row, scale.w, b.w))};
+  *reinterpret_cast<uint2*>(y + at) = make_uint2(bits(out[0]), bits(out[1]));
+}
+
 template <typename T>
 __global__ void add_bias(T* y, int64_t count, int n, const float* bias) {
   let_next_start();
@@ -215,14 +245,16 @@ const float* f8_scales(const eb_quant_linear_desc& d, const void* packed) {
 }
 
 struct Scratch {
-  size_t values, scales, total;  // quantised x, its scales, and cuBLASLt's own
+  size_t values, scales, sums, total;  // quantised x, its scales, unscaled y, and cuBLASLt's own
 };
 
 Scratch scratch(const eb_quant_linear_desc& d, int64_t rows) {
   const bool f8 = d.format == EB_F8E4M3;
   const size_t values = f8 ? ceil_div<size_t>(size_t(rows) * d.in_features, 256) * 256 : 0;
   const size_t scales = f8 ? ceil_div<size_t>(size_t(rows) * 4, 256) * 256 : 0;
-  return {values, scales, values + scales + kLtWorkspace};
+  const size_t sums =
+      scales_after(d, rows) ? ceil_div<size_t>(size_t(rows) * size_t(d.out_features) * 4, 256) * 256 : 0;
+  return {values, scales, sums, values + scales + sums + kLtWorkspace};
 }
 
 template <typename T>
@@ -232,6 +264,9 @@ eb_status run(const eb_context* context, const Device& device, const eb_quant_li
   const cudaStream_t stream = stream_of(context);
   const Scratch s = scratch(d, rows);
   float* const x_scales = reinterpret_cast<float*>(workspace + s.values);
+  const bool after = scales_after(d, rows);
+  float* const sums = reinterpret_cast<float*>(workspace + s.values + s.scales);
+  void* const product_out = after ? static_cast<void*>(sums) : y;
   if (f8) {
     EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(static_cast<unsigned>(rows)), dim3(256), 0, 1,
                                       quantise_rows<T>, static_cast<const T*>(x), d.in_features,
@@ -252,7 +287,7 @@ eb_status run(const eb_context* context, const Device& device, const eb_quant_li
         return status;
       }
     }
-    if (f8) {
+    if (f8 && !after) {
       const void *w_scale = f8_scales(d, packed), *x_scale = x_scales;
       EB_RETURN_IF_LT(context, lt().desc_set(product.desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &w_scale,
                                              sizeof w_scale));
@@ -261,8 +296,15 @@ eb_status run(const eb_context* context, const Device& device, const eb_quant_li
     }
     const float one = 1.f, zero = 0.f;
     EB_RETURN_IF_LT(context, lt().matmul(handle, product.desc, &one, packed, product.w, x, product.x, &zero,
-                                         y, product.y, y, product.y, &product.algorithm,
-                                         workspace + s.values + s.scales, kLtWorkspace, stream));
+                                         product_out, product.y, product_out, product.y, &product.algorithm,
+                                         workspace + s.values + s.scales + s.sums, kLtWorkspace, stream));
+  }
+  if (after) {
+    const auto pieces = static_cast<unsigned>(ceil_div(d.out_features, 4 * 256));
+    EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(pieces, static_cast<unsigned>(rows)), dim3(256), 0,
+                                      1, scale_sums<T>, sums, x_scales, f8_scales(d, packed), bias,
+                                      d.out_features, static_cast<T*>(y)));
+    return EB_OK;
   }
   if (bias != nullptr) {
     const int64_t count = rows * d.out_features;

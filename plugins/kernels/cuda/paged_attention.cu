@@ -198,8 +198,7 @@ eb_status eb_paged_attention_run(const eb_context* context, const eb_paged_atten
   // Decode, or nearly: the split kernel takes all there is, and nothing else is launched.
   const bool all_split =
       args->tokens <= 2 * args->sequences || args->tokens * step.group <= attention::kSplitLimit;
-  EB_RETURN_IF_CUDA(context, instance->run(device, stream_of(context), step, all_split));
-  return EB_OK;
+  return instance->run(context, device, step, all_split);
 }
 
 }  // extern "C"

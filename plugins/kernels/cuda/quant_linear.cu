@@ -34,7 +34,8 @@ eb_status check(const eb_context* context, const eb_quant_linear_desc* desc) {
     return EB_OK;
   }
   if (desc->format == EB_F8E4M3 || desc->format == desc->io_dtype) {
-    if (desc->block_size != 0 || desc->symmetric != 1)
+    const bool whole_row = desc->format == EB_F8E4M3 && desc->block_size == k;
+    if ((desc->block_size != 0 && !whole_row) || desc->symmetric != 1)
       return fail(context, EB_INVALID_ARGUMENT,
                   "QuantLinear: %s takes block_size 0 and symmetric 1, not %d and %d",
                   dtype_name(desc->format), desc->block_size, desc->symmetric);

@@ -265,31 +265,6 @@ struct Layout {
   }
 };
 
-template <typename T, int MT>
-eb_status product(const eb_context* context, const Device& device, const Int4Problem& p, bool symmetric,
-                  const int4_gemm::Groups& groups, int most_tiles) {
-  if (p.block_size == 64)
-    return symmetric ? int4_gemm::run_groups<T, MT, 1, true>(context, device, p, groups, most_tiles)
-                     : int4_gemm::run_groups<T, MT, 1, false>(context, device, p, groups, most_tiles);
-  return symmetric ? int4_gemm::run_groups<T, MT, 2, true>(context, device, p, groups, most_tiles)
-                   : int4_gemm::run_groups<T, MT, 2, false>(context, device, p, groups, most_tiles);
-}
-
-template <typename T>
-eb_status product(const eb_context* context, const Device& device, const Int4Problem& p, bool symmetric,
-                  const int4_gemm::Groups& groups, int most_tiles, int rows) {
-  switch (rows) {
-    case 32:
-      return product<T, 32>(context, device, p, symmetric, groups, most_tiles);
-    case 64:
-      return product<T, 64>(context, device, p, symmetric, groups, most_tiles);
-    case 128:
-      return product<T, 128>(context, device, p, symmetric, groups, most_tiles);
-    default:
-      return product<T, 256>(context, device, p, symmetric, groups, most_tiles);
-  }
-}
-
 template <typename T>
 eb_status run(const eb_context* context, const Device& device, const eb_moe_desc& d, const eb_moe_args& a,
               uint8_t* workspace) {
@@ -337,17 +312,17 @@ eb_status run(const eb_context* context, const Device& device, const eb_moe_desc
                           2 * d.intermediate,
                           d.hidden,
                           d.block_size};
-  EB_RETURN_IF_ERROR(product<T>(context, device, first, d.symmetric != 0,
-                                {tiles, tile_count, static_cast<int64_t>(gate_up_stride)}, layout.most_tiles,
-                                rows));
+  EB_RETURN_IF_ERROR(int4_run_groups(context, device, d.io_dtype, first, d.symmetric != 0,
+                                     {tiles, tile_count, static_cast<int64_t>(gate_up_stride)},
+                                     layout.most_tiles, rows));
   EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(entries), dim3(256), 0, 1, gate_entries<T>, gate_up,
                                     d.intermediate, place, expert, a.gate_up_bias,
                                     Gate{d.activation, d.clamp, d.clamp_alpha}, gated));
   const Int4Problem second{static_cast<const uint8_t*>(a.down), gated,    nullptr,        down,
                            static_cast<int>(entries),           d.hidden, d.intermediate, d.block_size};
-  EB_RETURN_IF_ERROR(product<T>(context, device, second, d.symmetric != 0,
-                                {tiles, tile_count, static_cast<int64_t>(down_stride)}, layout.most_tiles,
-                                rows));
+  EB_RETURN_IF_ERROR(int4_run_groups(context, device, d.io_dtype, second, d.symmetric != 0,
+                                     {tiles, tile_count, static_cast<int64_t>(down_stride)},
+                                     layout.most_tiles, rows));
   EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(tokens), dim3(256), 0, 1, combine<T>, down, d.hidden,
                                     d.top_k, place, expert, weight, a.down_bias, static_cast<T*>(a.y)));
   return EB_OK;

@@ -29,12 +29,14 @@ struct Extremes {
   int bad;  // NaN or +infinity
 };
 
-// One selection: the elements of `bin` decide where the set of the best ends.
+// Where the set of the best ends: in `bin`, once `target` is reached by counting (top-k) or weighing (top-p
+// alone).
 struct Cut {
   int active, bin;
-  int count_before;                  // elements in better bins
+  int whole;                         // the list takes the better bins too
+  unsigned long long count_before;   // elements in better bins
   unsigned long long weight_before;  // and their weight
-  unsigned long long target;         // a count for top-k, a weight for top-p
+  unsigned long long target;
 };
 
 struct Row {
@@ -42,11 +44,10 @@ struct Row {
   float inverse_temperature;  // 0: greedy
   int top_k;
   float top_p, min_p;
-  Cut cuts[2];               // top-k, top-p
-  unsigned long long last;   // the least composite kept; 0: all
-  unsigned long long total;  // weight of what top-k keeps
-  unsigned histogram_arrivals, refine_arrivals[2];
-  int list_size[2];
+  Cut cut;
+  unsigned long long last;  // the least composite kept; 0: all
+  unsigned histogram_arrivals, refine_arrivals;
+  int list_size;
 };
 
 struct Final {
@@ -321,18 +322,6 @@ __device__ inline bool is_last(unsigned* arrivals, int blocks) {
   return last;
 }
 
-// Finds where a cut's bin lies in the row's histogram. All threads of the row's last block.
-__device__ inline void start_cut(const Problem& p, int row, int which, unsigned long long target,
-                                 bool by_weight, Pair* all) {
-  const unsigned* const counts = p.counts + int64_t{row} * kBins;
-  const unsigned long long* const weights = p.weights + int64_t{row} * kBins;
-  Pair before;
-  const int bin = find_bin([&](int i) { return static_cast<unsigned long long>(__ldcg(counts + i)); },
-                           [&](int i) { return __ldcg(weights + i); }, target, by_weight, &before, all);
-  if (threadIdx.x == 0)
-    p.rows[row].cuts[which] = {1, bin, static_cast<int>(before.count), before.weight, target};
-}
-
 __device__ __forceinline__ unsigned long long share_of(unsigned long long total, float part) {
   return static_cast<unsigned long long>(static_cast<double>(total) * fmaxf(part, 0.f));
 }
@@ -345,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) histogram(const Problem p) {
   wait_for_previous();
   const int row = blockIdx.y;
   const Row state = p.rows[row];
-  const bool by_count = state.top_k > 0, by_weight = state.top_p < 1.f;
+  const bool by_count = state.top_k > 0, by_weight = !by_count && state.top_p < 1.f;
   if (state.sequence < 0 || state.inverse_temperature == 0.f || !(by_count || by_weight)) return;
   const Extremes e = row_extremes(p, row);
   if (e.id < 0) return;
@@ -358,8 +347,10 @@ __global__ void __launch_bounds__(kThreads) histogram(const Problem p) {
             [&](float v, int) {
               if (!(v > -INFINITY)) return;
               const int at = bin(v);
-              if (by_count) atomicAdd(count + at, 1u);
-              if (!by_weight) return;
+              if (by_count) {
+                atomicAdd(count + at, 1u);
+                return;
+              }
               const uint32_t w = fixed(weight_of(v, e.best, state.inverse_temperature));
               if (w >> 16) atomicAdd(high + at, w >> 16);
               if (w & 0xffff) atomicAdd(low + at, w & 0xffff);
@@ -372,36 +363,21 @@ __global__ void __launch_bounds__(kThreads) histogram(const Problem p) {
       if (w > 0) atomicAdd(p.weights + int64_t{row} * kBins + i, w);
     }
   if (!is_last(&p.rows[row].histogram_arrivals, gridDim.x)) return;
-  Pair all;
-  if (by_count) {
-    start_cut(p, row, 0, static_cast<unsigned long long>(state.top_k), false, &all);
-  } else {
-    const unsigned* const counts = p.counts + int64_t{row} * kBins;
-    const unsigned long long* const weights = p.weights + int64_t{row} * kBins;
-    Pair before;
-    find_bin([&](int i) { return static_cast<unsigned long long>(__ldcg(counts + i)); },
-             [&](int i) { return __ldcg(weights + i); }, 1, true, &before, &all);
-    __syncthreads();
-    start_cut(p, row, 1, share_of(all.weight, state.top_p), true, &all);
+  const unsigned* const counts = p.counts + int64_t{row} * kBins;
+  const unsigned long long* const weights = p.weights + int64_t{row} * kBins;
+  const auto count_at = [&](int i) { return static_cast<unsigned long long>(__ldcg(counts + i)); };
+  const auto weight_at = [&](int i) { return __ldcg(weights + i); };
+  Pair before, all;
+  int at = find_bin(count_at, weight_at, by_count ? static_cast<unsigned long long>(state.top_k) : 1,
+                    by_weight, &before, &all);
+  unsigned long long target = static_cast<unsigned long long>(state.top_k);
+  if (by_weight) {
+    target = share_of(all.weight, state.top_p);
+    at = find_bin(count_at, weight_at, target, true, &before, &all);
   }
-}
-
-// body(value, id) over the elements a cut is about: the list where it holds them all, else the row.
-template <typename T, typename Body>
-__device__ inline void for_bin(const Problem& p, int row, const Row& state, int which, const Binning& bin,
-                               Body&& body) {
-  const T* const logits = static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab;
-  const int size = state.list_size[which];
-  if (size <= kList) {
-    for (int i = threadIdx.x; i < size; i += kThreads) {
-      const int id = __ldcg(p.lists + int64_t{row} * kList + i);
-      body(to_float(logits[id]), id);
-    }
-  } else {
-    for (int i = threadIdx.x; i < p.vocab; i += kThreads) {
-      const float v = to_float(logits[i]);
-      if (v > -INFINITY && bin(v) == state.cuts[which].bin) body(v, i);
-    }
+  if (threadIdx.x == 0) {
+    const bool whole = by_count && before.count + count_at(at) <= kBins;
+    p.rows[row].cut = {1, at, whole, before.count, before.weight, target};
   }
 }
 
@@ -440,54 +416,17 @@ __device__ inline void sort_list(const Problem& p, int row, int size, unsigned l
   __syncthreads();
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) refine(const Problem p, const int which) {
-  let_next_start();
-  wait_for_previous();
-  const int row = blockIdx.y, slice = blockIdx.x;
-  Row* const state_at = p.rows + row;
-  const Cut cut = state_at->cuts[which];
-  if (!cut.active) return;
-  const float inverse_temperature = state_at->inverse_temperature;
-  const Extremes e = row_extremes(p, row);
-  const Binning bin(e, inverse_temperature);
-  const int begin = slice * p.slice, end = min(p.vocab, begin + p.slice);
-  for_slice(static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab, begin, end, rows_vectorise<T>(p),
-            [&](float v, int id) {
-              if (v > -INFINITY && bin(v) == cut.bin) {
-                const int at = atomicAdd(&state_at->list_size[which], 1);
-                if (at < kList) p.lists[int64_t{row} * kList + at] = id;
-              }
-            });
-  if (!is_last(&state_at->refine_arrivals[which], p.slices)) return;
-
-  Row state = *state_at;
-  state.list_size[which] = __ldcg(&state_at->list_size[which]);
-  const bool by_weight = which == 1;
+// The composite at which the elements `visit` goes through reach `target`, by count or by weight, from
+// `above` on: the interval that holds it shrinks to one element in a few rounds of a histogram. All threads
+// of a block.
+template <typename Visit>
+__device__ inline unsigned long long narrow(Visit&& visit, unsigned long long* bin_count,
+                                            unsigned long long* bin_weight, Pair above,
+                                            unsigned long long target, bool by_weight, float best,
+                                            float inverse_temperature, unsigned long long low) {
   __shared__ unsigned long long least, most;
-  __shared__ unsigned long long bin_count[kBins], bin_weight[kBins];
-  const bool sorts = state.list_size[which] > 0 && state.list_size[which] <= kBins;
-  // The set ends inside [low, high] of composites; `above` counts what is better.
-  unsigned long long low = 0, high = ~0ull;
-  Pair above{static_cast<unsigned long long>(cut.count_before), cut.weight_before};
-  if (sorts) {
-    // Few elements: in order, so that each is a bin of its own.
-    const int size = state.list_size[which];
-    unsigned long long* const sorted = bin_count;
-    sort_list<T>(p, row, size, sorted);
-    const auto weight = [&](int i) {
-      return i < size ? static_cast<unsigned long long>(
-                            fixed(weight_of(value_of(sorted[i]), e.best, inverse_temperature)))
-                      : 0ull;
-    };
-    Pair before, all;
-    const unsigned long long done = by_weight ? above.weight : above.count;
-    const int at = find_bin([&](int i) { return i < size ? 1ull : 0ull; }, weight,
-                            cut.target > done ? cut.target - done : 1, by_weight, &before, &all);
-    above = {above.count + before.count, above.weight + before.weight};
-    low = sorted[at < 0 ? size - 1 : at];
-  }
-  while (!sorts) {
+  unsigned long long high = ~0ull;
+  for (;;) {
     __syncthreads();
     if (threadIdx.x == 0) {
       least = ~0ull;
@@ -496,7 +435,7 @@ __global__ void __launch_bounds__(kThreads) refine(const Problem p, const int wh
     for (int i = threadIdx.x; i < kBins; i += kThreads) bin_count[i] = bin_weight[i] = 0;
     __syncthreads();
     unsigned long long my_least = ~0ull, my_most = 0;
-    for_bin<T>(p, row, state, which, bin, [&](float v, int id) {
+    visit([&](float v, int id) {
       const unsigned long long c = composite(v, id);
       if (c < low || c > high) return;
       my_least = min(my_least, c);
@@ -509,46 +448,110 @@ __global__ void __launch_bounds__(kThreads) refine(const Problem p, const int wh
     __syncthreads();
     low = least;
     high = most;
-    if (low >= high) break;
+    if (low >= high) return low;
     const int shift = max(0, 64 - __clzll(static_cast<long long>(high - low)) - 11);
-    for_bin<T>(p, row, state, which, bin, [&](float v, int id) {
+    visit([&](float v, int id) {
       const unsigned long long c = composite(v, id);
       if (c < low || c > high) return;
       const auto at = static_cast<int>((high - c) >> shift);
       atomicAdd(bin_count + at, 1ull);
       atomicAdd(bin_weight + at,
-                static_cast<unsigned long long>(fixed(weight_of(v, e.best, inverse_temperature))));
+                static_cast<unsigned long long>(fixed(weight_of(v, best, inverse_temperature))));
     });
     __syncthreads();
     Pair before, all;
     const unsigned long long done = by_weight ? above.weight : above.count;
     const int at = find_bin([&](int i) { return bin_count[i]; }, [&](int i) { return bin_weight[i]; },
-                            cut.target > done ? cut.target - done : 1, by_weight, &before, &all);
-    if (at < 0) break;  // no weight is left in the bin: everything in it is kept
+                            target > done ? target - done : 1, by_weight, &before, &all);
+    if (at < 0) return low;  // no weight is left: everything is kept
     above = {above.count + before.count, above.weight + before.weight};
     const unsigned long long next_high = high - (static_cast<unsigned long long>(at) << shift);
     low = max(low, next_high - ((1ull << shift) - 1));
     high = next_high;
   }
-  // `low` is the last element kept.
-  if (which == 0) {
-    // Its weight completes the total of what top-k keeps; top-p then takes its share of that.
-    __shared__ unsigned long long total;
-    if (threadIdx.x == 0) {
-      const T* const logits = static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab;
-      const float v = to_float(logits[~static_cast<uint32_t>(low)]);
-      total = above.weight + fixed(weight_of(v, e.best, inverse_temperature));
-      state_at->last = low;
-      state_at->total = total;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) refine(const Problem p) {
+  let_next_start();
+  wait_for_previous();
+  const int row = blockIdx.y, slice = blockIdx.x;
+  Row* const state_at = p.rows + row;
+  const Cut cut = state_at->cut;
+  if (!cut.active) return;
+  const float inverse_temperature = state_at->inverse_temperature;
+  const Extremes e = row_extremes(p, row);
+  const Binning bin(e, inverse_temperature);
+  const T* const logits = static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab;
+  const int begin = slice * p.slice, end = min(p.vocab, begin + p.slice);
+  for_slice(logits, begin, end, rows_vectorise<T>(p), [&](float v, int id) {
+    if (!(v > -INFINITY)) return;
+    const int at = bin(v);
+    if (at == cut.bin || (cut.whole && at < cut.bin)) {
+      const int place = atomicAdd(&state_at->list_size, 1);
+      if (place < kList) p.lists[int64_t{row} * kList + place] = id;
     }
-    __syncthreads();
-    if (state.top_p < 1.f) {
-      Pair all;
-      start_cut(p, row, 1, share_of(total, state.top_p), true, &all);
+  });
+  if (!is_last(&state_at->refine_arrivals, p.slices)) return;
+
+  __shared__ unsigned long long bin_count[kBins], bin_weight[kBins];
+  const int size = __ldcg(&state_at->list_size), top_k = state_at->top_k;
+  const float top_p = state_at->top_p;
+  const auto row_elements = [&](auto&& body) {
+    for (int i = threadIdx.x; i < p.vocab; i += kThreads) {
+      const float v = to_float(logits[i]);
+      if (v > -INFINITY) body(v, i);
     }
-  } else if (threadIdx.x == 0) {
-    state_at->last = max(state_at->last, low);
+  };
+  const auto bin_elements = [&](auto&& body) {
+    row_elements([&](float v, int id) {
+      if (bin(v) == cut.bin) body(v, id);
+    });
+  };
+  unsigned long long last;
+  if (size > 0 && size <= kBins) {
+    // Few elements: in order, so that each is a bin of its own.
+    unsigned long long* const sorted = bin_count;
+    sort_list<T>(p, row, size, sorted);
+    const int left = static_cast<int>(cut.target - cut.count_before);
+    const int kept = top_k == 0 ? size : min(size, cut.whole ? top_k : left);
+    Pair before, all;
+    const auto count = [&](int i) { return i < kept ? 1ull : 0ull; };
+    const auto weight = [&](int i) {
+      return i < kept ? static_cast<unsigned long long>(
+                            fixed(weight_of(value_of(sorted[i]), e.best, inverse_temperature)))
+                      : 0ull;
+    };
+    int at = kept - 1;
+    if (top_k == 0) {
+      const unsigned long long rest = cut.target > cut.weight_before ? cut.target - cut.weight_before : 1;
+      const int found = find_bin(count, weight, rest, true, &before, &all);
+      if (found >= 0) at = found;
+    } else if (cut.whole && top_p < 1.f) {
+      find_bin(count, weight, 1, true, &before, &all);
+      at = find_bin(count, weight, share_of(all.weight, top_p), true, &before, &all);
+    }
+    last = sorted[at];
+  } else {
+    last = narrow(bin_elements, bin_count, bin_weight, {cut.count_before, cut.weight_before}, cut.target,
+                  top_k == 0, e.best, inverse_temperature, 0);
   }
+  if (top_k > 0 && top_p < 1.f && !(cut.whole && size <= kBins)) {
+    // More ties than the list holds: top-p's share of what top-k keeps, from the row itself.
+    __shared__ unsigned long long total;
+    __syncthreads();
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    unsigned long long mine = 0;
+    row_elements([&](float v, int id) {
+      if (composite(v, id) >= last) mine += fixed(weight_of(v, e.best, inverse_temperature));
+    });
+    atomicAdd(&total, mine);
+    __syncthreads();
+    last = narrow(row_elements, bin_count, bin_weight, {0, 0}, share_of(total, top_p), true, e.best,
+                  inverse_temperature, last);
+  }
+  if (threadIdx.x == 0) state_at->last = last;
 }
 
 // Weight of a logit in the row's filtered distribution, unnormalised.
@@ -752,27 +755,37 @@ __global__ void __launch_bounds__(kThreads) choose(const Problem p) {
   const T* const logits = static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab;
   const bool vectors = rows_vectorise<T>(p);
   const float exponent_scale = state.inverse_temperature * kLog2e;
-  const auto draw = [&](int id) {
-    // Ids rise by one inside a vector, which holds whole groups of four.
-    if (!vectors || id % 4 == 0) random = token_random(seed, position, node, id);
+  const auto random_of = [&](int id) {
     const int at = id % 4;
     return at == 0   ? random.value[0]
            : at == 1 ? random.value[1]
            : at == 2 ? random.value[2]
                      : random.value[3];
   };
+  const auto draw = [&](int id) {
+    // Ids rise by one inside a vector, which holds whole groups of four.
+    if (!vectors || id % 4 == 0) random = token_random(seed, position, node, id);
+    return random_of(id);
+  };
   if (!refusals) {
     // The exponential over the weight, without a division: weight is 2^x.
-    const bool all = state.last == 0 && state.min_p <= 0.f;
-    for_slice(logits, begin, end, vectors, [&](float v, int id) {
-      const uint32_t drawn = draw(id);
-      if (!all && !(filter(v, id) > 0.f)) return;
+    const auto weigh = [&](float v, int id, uint32_t drawn) {
       const float cost = exponential_of(drawn) * fast_exp2((e.best - v) * exponent_scale);
       if (cost < best.cost) {
         best.cost = cost;
         best.id = id;
       }
-    });
+    };
+    if (state.last == 0 && state.min_p <= 0.f) {
+      for_slice(logits, begin, end, vectors, [&](float v, int id) { weigh(v, id, draw(id)); });
+    } else {
+      const auto least_key = static_cast<uint32_t>(state.last >> 32);
+      for_slice(logits, begin, end, vectors, [&](float v, int id) {
+        if (order_key(v) < least_key || !(filter(v, id) > 0.f)) return;
+        random = token_random(seed, position, node, id);
+        weigh(v, id, random_of(id));
+      });
+    }
   } else {
     for_slice(logits, begin, end, vectors, [&](float v, int id) {
       const uint32_t drawn = draw(id);
@@ -828,10 +841,7 @@ eb_status run(const eb_context* context, const Device& device, const Problem& p)
   EB_RETURN_IF_CUDA(context, launch(device, stream, by_row, threads, 0, 1, extremes<T>, p));
   if (p.a.temperature != nullptr && (p.a.top_k != nullptr || p.a.top_p != nullptr)) {
     EB_RETURN_IF_CUDA(context, launch(device, stream, by_few, threads, 0, 1, histogram<T>, p));
-    if (p.a.top_k != nullptr)
-      EB_RETURN_IF_CUDA(context, launch(device, stream, by_row, threads, 0, 1, refine<T>, p, 0));
-    if (p.a.top_p != nullptr)
-      EB_RETURN_IF_CUDA(context, launch(device, stream, by_row, threads, 0, 1, refine<T>, p, 1));
+    EB_RETURN_IF_CUDA(context, launch(device, stream, by_row, threads, 0, 1, refine<T>, p));
   }
   if (drafts) {
     if (p.a.temperature != nullptr)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from cuda_library import CudaLibrary, poisoned
 from matrices import relative_error
 from steps import Shape, Step, encode, expected, narrow, random_step, rotated

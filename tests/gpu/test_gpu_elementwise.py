@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from enginebay.plugins import reference
-
 from cuda_library import ACTIVATIONS, CudaLibrary
 from matrices import relative_error
+
+from enginebay.plugins import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPSILON = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from cuda_library import CudaLibrary, poisoned
 from matrices import int4_weights, relative_error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from cuda_library import CudaLibrary
 from spec_reference import Sampling, distribution, verify
 
