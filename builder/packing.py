@@ -104,13 +104,14 @@ class WeightPacker:
         }
         return Placed(value, attributes)
 
-    def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value) -> Placed:
+    def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value, columns: int) -> Placed:
         """The packed form of initializer `weight` [experts, N, K]: one expert after another, each at a
-        multiple of EXPERT_ALIGNMENT bytes. The attributes are those of the format alone."""
+        multiple of EXPERT_ALIGNMENT bytes. The attributes are those of the format alone; its block divides
+        `columns`, which divides K."""
         assert weight.name is not None
         assert weight.const_value is not None
         matrices = expert_matrices(weight.name, weight.const_value)
-        fmt = self._recipe.format_of(layer, matrices[0].shape)
+        fmt = self._recipe.format_of(layer, (matrices[0].shape[0], columns))
         size = self._library.packed_bytes(fmt, matrices[0].shape)
         padding = -size % EXPERT_ALIGNMENT
         plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)

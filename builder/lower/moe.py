@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
 from enginebay.builder.lower.graph import RewriteReport, plugin_node, replace, static_shape, through_cast
@@ -24,8 +26,9 @@ def lower_moe(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
                 node, f"{' and '.join(computed) or 'an expert weight'} is not an initializer [E, N, K]"
             )
             continue
+        widths = [(static_shape(source) or (0,))[-1] for source in sources.values()]
         packed = {
-            name: packer.place_experts(graph, f"{node.name}.{name}", source)
+            name: packer.place_experts(graph, f"{node.name}.{name}", source, math.gcd(*widths))
             for name, source in sources.items()
         }
         if packed["gate_up"].attributes != packed["down"].attributes:
