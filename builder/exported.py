@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from enginebay.builder.manifest import FileRecord, SourceModel
-from enginebay.export.spec import ModelSpec, SpecError
+from enginebay.export.spec import ModelSpec
 
 MODEL, WEIGHTS, SPEC, SOURCE = "model.onnx", "weights.bin", "spec.json", "source.json"
 INPUTS = ("input_ids", "position_ids", "query_start", "kv_len", "logits_index")
@@ -58,7 +58,7 @@ def read_exported(folder: Path) -> ExportedModel:
             raise ExportedError(f"{folder}: not an exported model, {name} is missing{hint}; {again}")
     try:
         spec = ModelSpec.from_json((folder / SPEC).read_text(encoding="utf-8"))
-    except (SpecError, UnicodeDecodeError) as error:
+    except ValueError as error:  # a spec that cannot be, or bytes that are no text
         raise ExportedError(f"{folder / SPEC}: {error}; {again}") from error
     try:
         model = ir.load(folder / MODEL)
