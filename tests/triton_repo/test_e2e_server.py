@@ -30,8 +30,10 @@ SERVE = """
 import sys
 from pathlib import Path
 from enginebay.triton_repo.server import ServerOptions, TritonServer
-with TritonServer(Path(sys.argv[1]), ServerOptions(drain_timeout=float(sys.argv[2]), ready_timeout=60)) as server:
-    print(server.pid, *server.worker_pids(), server.http_url, server.grpc_url, server.metrics_url, flush=True)
+options = ServerOptions(drain_timeout=float(sys.argv[2]), ready_timeout=60)
+with TritonServer(Path(sys.argv[1]), options) as server:
+    urls = (server.http_url, server.grpc_url, server.metrics_url)
+    print(server.pid, *server.worker_pids(), *urls, flush=True)
     server.run_until_signal()
 """
 
