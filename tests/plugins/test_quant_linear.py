@@ -171,7 +171,7 @@ def test_embedding_is_rows_of_unpack(library: KernelLibrary, fmt: Format, rng: n
 def test_float_formats_multiply(
     library: KernelLibrary, fmt: Format, k: int, rng: np.random.Generator
 ) -> None:
-    for n, rows in ((1, 1), (70, 1), (33, 3), (131, 9), (48, 17)):
+    for n, rows in ((1, 1), (70, 1), (33, 3), (131, 9), (48, 17), (40, 8), (20, 16)):
         layer = make_layer(library, fmt, n, k, rng)
         x = rng.standard_normal((rows, k)).astype(np.float32)
         bias = rng.standard_normal(n).astype(np.float32)

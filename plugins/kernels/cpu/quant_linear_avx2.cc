@@ -254,10 +254,41 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
   }
 }
 
+// out[k][r] = rows[r][k] for eight rows and eight k.
+inline void transpose_8x8(const float* x, int64_t features, float* out) {
+  __m256 a[8], b[8];
+  for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(x + r * features);
+  for (int r = 0; r < 8; r += 2) {  // pairs of rows interleaved
+    b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
+    b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 8; r += 4) {  // columns of four rows: k = 0 and 4, 1 and 5, 2 and 6, 3 and 7
+    a[r] = _mm256_shuffle_ps(b[r], b[r + 2], 0x44);
+    a[r + 1] = _mm256_shuffle_ps(b[r], b[r + 2], 0xee);
+    a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44);
+    a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xee);
+  }
+  for (int k = 0; k < 4; ++k) {
+    _mm256_storeu_ps(out + 8 * k, _mm256_permute2f128_ps(a[k], a[k + 4], 0x20));
+    _mm256_storeu_ps(out + 8 * (k + 4), _mm256_permute2f128_ps(a[k], a[k + 4], 0x31));
+  }
+}
+
 }  // namespace
 
+void prepare_float_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  const int64_t features = layout.in_features;
+  if (rows != 8) return prepare_float_baseline(layout, x, rows, tile);
+  float* out = reinterpret_cast<float*>(tile);
+  int64_t k = 0;
+  for (; k + 8 <= features; k += 8) transpose_8x8(x + k, features, out + 8 * k);
+  for (; k < features; ++k) {
+    for (int r = 0; r < 8; ++r) out[8 * k + r] = x[r * features + k];
+  }
+}
+
 const QuantLinearKernels kQuantLinearAvx2 = {
-    prepare_float_baseline,    prepare_integer,      tile<Weights::kF32>,   tile<Weights::kF16>,
+    prepare_float_avx2,        prepare_integer,      tile<Weights::kF32>,   tile<Weights::kF16>,
     tile<Weights::kBf16>,      tile<Weights::kF8>,   tile<Weights::kI8>,    tile<Weights::kI4>,
     tile<Weights::kI4Minimum>, widen<Weights::kF16>, widen<Weights::kBf16>, widen<Weights::kF8>,
 };

@@ -161,7 +161,7 @@ void integer_tile_of(const TileTask& task) {
 }  // namespace
 
 const QuantLinearKernels kQuantLinearAvx512Vnni = {
-    prepare_float_baseline,
+    prepare_float_avx2,
     prepare_integer_avx512,
     tile_f32_avx512,
     tile_f16_avx512,

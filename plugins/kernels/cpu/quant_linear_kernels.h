@@ -64,7 +64,7 @@ static inline int32_t weight_offset(const QuantLinearLayout& layout) {
 
 extern const QuantLinearKernels kQuantLinearBaseline, kQuantLinearAvx2, kQuantLinearAvx512Vnni;
 
-// The halves of kQuantLinearAvx512Vnni that need no VNNI.
+// Parts of kQuantLinearAvx512Vnni that need no VNNI.
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 void tile_f32_avx512(const TileTask& task);
 void tile_f16_avx512(const TileTask& task);
@@ -73,6 +73,7 @@ void tile_f8_avx512(const TileTask& task);
 void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out);
 void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out);
 void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out);
+void prepare_float_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 
 }  // namespace enginebay
