@@ -2,8 +2,8 @@
 
     python benchmarks/build_memory.py --parameters 1e9 --quant int4,int8,fp16 [--json]
 
-Makes a bf16 Llama checkpoint, exports it, and builds each recipe in a child process; prints the child's peak RSS above
-that of its imports, the largest weight matrix in float32 beside it, and the time.
+Makes a bf16 Llama checkpoint, exports it, and builds each recipe in a child process; prints the child's
+peak RSS above that of its imports, the largest weight matrix in float32 beside it, and the time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
             rows.append(row)
             if not options.json:
                 print(
-                    f"{quant}: {row['weight_bytes'] / 1e9:.2f} GB, {row['bits_per_weight']:.2f} bits a weight, "
+                    f"{quant}: {row['weight_bytes'] / 1e9:.2f} GB, {row['bits_per_weight']:.2f} bits, "
                     f"{row['build_s']:.1f} s, peak RSS {row['above_imports_mb']:.0f} MB above the imports "
                     f"(largest matrix in float32: {largest:.0f} MB)",
                     flush=True,
