@@ -4,7 +4,8 @@
  * documented beside the kernel, and eb_quant_linear_layout names it with a version for the manifest.
  *
  * A row of y depends on its row of x and the weights alone, bit for bit: not on the other rows, their number
- * or the threads. NaN or infinity in a row of x makes NaN of that row's outputs and of no other's.
+ * or the threads. NaN or infinity in a row of x stays in that row of y: all of it is NaN for integer formats,
+ * what IEEE arithmetic makes of it for the others.
  *
  * The CPU library multiplies integer formats by rows of x quantised to int8 in the weights' blocks (at most
  * 128 wide), keeps scales as fp16 times a power of two per output feature (fp16 scales are reproduced

@@ -1,11 +1,13 @@
 // The inner loops of QuantLinear, one table per ISA (quant_linear_<isa>.cc). Every kernel of a table computes
-// an output element by the same operations in the same order, whatever the number of rows:
+// an output element by the same operations in the same order, whatever the number of rows.
 //
-//   integer formats  acc = fma(scale_w*scale_x, float(dot), acc); acc = fma(minimum, term, acc) block after
-//   block, each
-//                    dot being exact; then y = acc*multiplier (+ bias)
-//   float formats    partial = fma(x, w, partial) along a chunk of K; y = y + partial chunk after chunk (+
-//   bias)
+// Integer formats, block after block, each dot being exact:
+//   acc = fma(scale_w * scale_x, float(dot), acc); acc = fma(minimum, term, acc)
+// and then y = acc * multiplier (+ bias).
+//
+// Float formats, chunk of K after chunk (f8: a chunk is a block):
+//   partial = fma(x, w, partial) along the chunk; y = y + partial, or fma(scale, partial, y) for f8
+// and then y = y (+ bias). The baseline table multiplies and adds where the others fuse.
 //
 // A new ISA (AMX) is one more file with one more table, and a line in quant_linear.cc.
 #ifndef ENGINEBAY_QUANT_LINEAR_KERNELS_H
