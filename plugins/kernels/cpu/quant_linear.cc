@@ -67,11 +67,13 @@ Grid make_grid(const QuantLinearLayout& layout, const Tiles& tiles, unsigned thr
   Grid grid{layout.panels, tiles.count, 1, 1};
   const double task_ns = std::min(std::max(total_ns / (threads * kTasksPerThread), kShortestNs), kLongestNs);
   if (threads > 1 || tiles.count > 1) {
-    grid.panels = static_cast<int64_t>(task_ns / panel_ns);
-    if (tiles.count > 1)
-      grid.panels = std::min(grid.panels, static_cast<int64_t>(kCached / layout.panel_bytes));
-    grid.panels =
-        std::min(std::max<int64_t>((grid.panels + 3) / 4 * 4, 4), layout.panels);  // kernels take four
+    // A multiple of the panels that the widest kernels take at a time.
+    const int rows = tiles.height(0);
+    const int64_t together = rows == 1 ? 4 : layout.integer || rows > 6 ? 2 : 3;
+    int64_t panels = static_cast<int64_t>(task_ns / panel_ns);
+    if (tiles.count > 1) panels = std::min(panels, static_cast<int64_t>(kCached / layout.panel_bytes));
+    panels = std::max<int64_t>((panels + together - 1) / together, 1) * together;
+    grid.panels = std::min(panels, layout.panels);
   }
   grid.panel_groups = (layout.panels + grid.panels - 1) / grid.panels;
   const int64_t wanted = static_cast<int64_t>(threads * kTasksPerThread);
