@@ -40,7 +40,8 @@ class CpuPackingLibrary:
 
     def pack(self, weights: QuantizedRows) -> NDArray[np.uint8]:
         layout = _layout(weights.format, weights.values.shape[1])
-        return self._library.pack_linear(weights.values, weights.scales, weights.minimums, **layout)
+        values = weights.values.view(np.uint8) if weights.format.kind == "f8" else weights.values
+        return self._library.pack_linear(values, weights.scales, weights.minimums, **layout)
 
 
 def _layout(fmt: WeightFormat, columns: int) -> _Layout:

@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-Kind = Literal["f32", "f16", "bf16", "i8", "i4"]
+Kind = Literal["f32", "f16", "bf16", "f8", "i8", "i4"]
 KINDS: tuple[str, ...] = get_args(Kind)
 FLOAT_KINDS = ("f32", "f16", "bf16")
-BITS = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "i4": 4}
-SCALE_BITS = 16  # of a block's scale and of its minimum
+BITS = {"f32": 32, "f16": 16, "bf16": 16, "f8": 8, "i8": 8, "i4": 4}
+SCALE_BITS = {"f8": 32, "i8": 16, "i4": 16}  # of a block's scale and of its minimum
 
 
 _BLOCK = r"\.b([1-9]\d{0,4})"
-_KEY = re.compile(rf"(f32|f16|bf16)|(i8)(?:{_BLOCK})?|(i4){_BLOCK}(?:\.(sym|asym))?")
+_KEY = re.compile(rf"(f32|f16|bf16)|(i8)(?:{_BLOCK})?|(f8|i4){_BLOCK}(?:\.(sym|asym))?")
 
 
 class QuantizationError(ValueError):
@@ -25,7 +25,8 @@ class QuantizationError(ValueError):
 class WeightFormat:
     """A storage format of QuantLinear and Embedding (plugins/ops.py).
 
-    kind       f32, f16, bf16: plain; i8: w = scale*q, q in -127..127; i4: q in 0..15
+    kind       f32, f16, bf16: plain; f8: w = scale*q, q in E4M3; i8: w = scale*q, q in -127..127; i4: q in
+               0..15
     block      weights along K that share a scale; 0 for the float kinds and for i8 with one scale per row
     symmetric  i4: True is w = scale*(q - 8), False is w = scale*q + minimum
     """
@@ -39,14 +40,18 @@ class WeightFormat:
             raise QuantizationError(f"weight format '{self.kind}' is unknown; there are {', '.join(KINDS)}")
         if self.kind in FLOAT_KINDS and (self.block or not self.symmetric):
             raise QuantizationError(f"weight format {self.kind} takes neither a block size nor a minimum")
-        if self.kind == "i4" and self.block <= 0:
-            raise QuantizationError(f"weight format i4 needs a positive block size, not {self.block}")
+        if self.kind in ("i4", "f8") and self.block <= 0:
+            raise QuantizationError(
+                f"weight format {self.kind} needs a positive block size, not {self.block}"
+            )
+        if self.kind == "f8" and not self.symmetric:
+            raise QuantizationError("weight format f8 has no minimum")
         if self.kind == "i8" and (self.block < 0 or not self.symmetric):
             raise QuantizationError("weight format i8 is symmetric, with a block size of 0 (a row) or more")
 
     @property
     def key(self) -> str:
-        """Short unique name: f16, i8, i8.b32, i4.b32.sym, i4.b64.asym."""
+        """Short unique name: f16, f8.b128, i8, i8.b32, i4.b32.sym, i4.b64.asym."""
         if self.kind in FLOAT_KINDS:
             return self.kind
         block = f".b{self.block}" if self.block else ""
@@ -59,14 +64,14 @@ class WeightFormat:
         match = _KEY.fullmatch(key)
         if match is None:
             raise QuantizationError(
-                f"weight format '{key}' is unknown; give f32, f16, bf16, i8, i8.b32, i4.b64, i4.b32.asym"
+                f"weight format '{key}' is unknown; give f16, bf16, f8.b128, i8, i8.b32, i4.b64, i4.b32.asym"
             )
-        plain, i8, i8_block, _, i4_block, sign = match.groups()
+        plain, i8, i8_block, blocked, block, sign = match.groups()
         if plain:
             return WeightFormat(cast(Kind, plain))
         if i8:
             return WeightFormat("i8", int(i8_block or 0))
-        return WeightFormat("i4", int(i4_block), sign != "asym")
+        return WeightFormat(cast(Kind, blocked), int(block), sign != "asym")
 
     def layout_key(self, in_features: int) -> str:
         """Name of the packed layout in the manifest: with a scale for each row it depends on their length."""
@@ -92,7 +97,7 @@ class WeightFormat:
         """Effective bits of a weight, the scales counted."""
         if self.is_float:
             return float(BITS[self.kind])
-        per_block = SCALE_BITS * (1 if self.symmetric else 2)
+        per_block = SCALE_BITS[self.kind] * (1 if self.symmetric else 2)
         return BITS[self.kind] + per_block / self.scale_block(in_features)
 
     def to_dict(self) -> dict[str, Any]:

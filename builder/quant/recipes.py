@@ -15,6 +15,7 @@ F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
 BF16 = WeightFormat("bf16")
 I8 = WeightFormat("i8", 128)  # or the half or quarter of it that divides: see Recipe.format_of
+F8 = WeightFormat("f8", 128)
 I4 = WeightFormat("i4", block=32, symmetric=False)
 
 HEAD = "lm_head"
@@ -82,10 +83,10 @@ class Recipe:
         fmt = self._override(layer)
         if fmt is None:
             fmt = self.embedding if role == "embedding" else self.head if layer == HEAD else self.linear
-            if fmt.kind == "i8":
-                # Kernels round inputs in blocks of up to 128: scales of the weights that follow them cost
-                # nothing.
-                fmt = next((f for f in _I8_BLOCKS if shape[1] % f.block == 0), fmt)
+            if fmt in (I8, F8):
+                # Kernels work in blocks of up to 128: scales as fine as those cost nothing.
+                halves = (replace(fmt, block=block) for block in (128, 64, 32) if shape[1] % block == 0)
+                fmt = next(halves, fmt)
         if not fmt.is_float:
             try:
                 fmt.scale_block(shape[1])
@@ -119,7 +120,6 @@ class Recipe:
         return next((o.format for o in self.overrides if fnmatchcase(layer, o.pattern)), None)
 
 
-_I8_BLOCKS = (I8, WeightFormat("i8", 64), WeightFormat("i8", 32))
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
 
@@ -136,6 +136,9 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
         Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "float16"),
+        Recipe(
+            "fp8", "E4M3 weights, blocks of 128 or the largest that divides; int8 head", F8, I8, I8, "float16"
+        ),
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",
@@ -158,7 +161,6 @@ RECIPES: dict[str, Recipe] = {
 
 # Part of the plan, not of this version: the reason is what a user is told.
 PLANNED: dict[str, str] = {
-    "fp8": "the CPU kernels have no FP8 weights; int8 has the same size and a smaller error here",
     "w4a8": "FP8 inputs need an FP8 matrix unit; on ort-cpu int4 multiplies 8-bit integer inputs already",
 }
 

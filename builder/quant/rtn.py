@@ -7,9 +7,10 @@ they then span: a kernel that stores 16-bit scales multiplies by exactly what wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
@@ -17,9 +18,11 @@ from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 Float32 = NDArray[np.float32]
 
 I8_MAX = 127
+F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN
 I4_LEVELS = 15
 I4_CENTRE = 8
 WEIGHT_MAX = 2.0**127  # beyond it rounding a scale may overflow float32
+TINY = np.finfo(np.float32).tiny
 HALF_MAX = float(np.finfo(np.float16).max)
 
 
@@ -27,7 +30,7 @@ HALF_MAX = float(np.finfo(np.float16).max)
 class QuantizedRows:
     """Rows of a quantised N x K matrix.
 
-    values    [n, K]: the float kinds: that dtype; i8: int8; i4: uint8, one value 0..15 each
+    values    [n, K]: the float kinds: that dtype; f8: float8_e4m3fn; i8: int8; i4: uint8, a value 0..15 each
     scales    float32 [n, K/block], None for the float kinds
     minimums  float32 [n, K/block], only for asymmetric i4
     """
@@ -86,6 +89,9 @@ def grid(blocks: Float32, fmt: WeightFormat) -> tuple[Float32, Float32 | None]:
     gets scale 1: no scale is ever 0, and zeros come back as zeros.
     """
     low, high = blocks.min(axis=2), blocks.max(axis=2)
+    if fmt.kind == "f8":
+        largest = np.maximum(high, -low)
+        return np.where(largest > 0, np.maximum(largest / np.float32(F8_MAX), TINY), np.float32(1)), None
     if fmt.kind == "i8":
         return storable_scales(np.maximum(high, -low) / I8_MAX), None
     if fmt.symmetric:
@@ -97,8 +103,11 @@ def grid(blocks: Float32, fmt: WeightFormat) -> tuple[Float32, Float32 | None]:
 
 def round_to_grid(
     blocks: Float32, fmt: WeightFormat, scales: Float32, minimums: Float32 | None
-) -> NDArray[np.int8] | NDArray[np.uint8]:
-    """[n, blocks, block] integers whose grid points are nearest; int8 for i8, uint8 0..15 for i4."""
+) -> NDArray[Any]:
+    """[n, blocks, block] values whose grid points are nearest: E4M3 for f8, int8 for i8, uint8 0..15 for
+    i4."""
+    if fmt.kind == "f8":
+        return np.clip(blocks / scales[:, :, None], -F8_MAX, F8_MAX).astype(float8_e4m3fn)
     if minimums is not None:
         blocks = blocks - minimums[:, :, None]
     steps = np.rint(blocks / scales[:, :, None])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
 
@@ -15,7 +15,14 @@ from enginebay.builder.quant.rtn import QuantizedRows
 from enginebay.plugins import ops, reference
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 128, 4, 2, 16, 128, 2  # the tiny Llama
-DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16, "i8": np.int8, "i4": np.uint8}
+DTYPES = {
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": bfloat16,
+    "f8": float8_e4m3fn,
+    "i8": np.int8,
+    "i4": np.uint8,
+}
 
 
 class PlainLibrary:

@@ -64,7 +64,7 @@ def test_fp32_engine_equals_the_canonical_graph(exported, tmp_path, step, tied, 
 
 @pytest.mark.parametrize(
     ("quant", "tolerance"),
-    [("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("int8", 0.15), ("int4", 0.15)],
+    [("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("fp8", 0.05), ("int8", 0.15), ("int4", 0.15)],
 )
 def test_an_engine_multiplies_by_what_its_recipe_made_of_the_weights(
     exported, tmp_path, step, quant, tolerance
@@ -85,7 +85,7 @@ def test_a_narrow_cache_costs_its_rounding(exported, tmp_path, step, cache):
     assert 0 < error < {"float16": 5e-3, "bfloat16": 5e-2}[cache]
 
 
-@pytest.mark.parametrize("quant", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("quant", ["fp32", "fp16", "fp8", "int8", "int4"])
 def test_a_row_is_the_same_whatever_it_is_batched_with(exported, tmp_path, quant):
     engine = engine_of(exported(), tmp_path / "engine", quant=quant)
     rng = np.random.default_rng(5)
@@ -118,6 +118,8 @@ def test_logits_of_no_rows(exported, tmp_path, step):
         WeightFormat("bf16"),
         WeightFormat("i8"),
         WeightFormat("i8", 32),
+        WeightFormat("f8", 64),
+        WeightFormat("f8", 128),
     ]
     + [WeightFormat("i4", b, symmetric=s) for b in (32, 64, 128) for s in (True, False)],
     ids=lambda f: f.key,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.rtn import dequantize_rows, eleven_bits, quantize_rows
@@ -137,6 +137,44 @@ def test_float_formats():
         quantize_rows(np.array([[1, 70000]], np.float32), WeightFormat("f16"), "w")
 
 
+F8 = WeightFormat("f8", 32)
+
+
+def test_e4m3_is_clamped_before_the_cast():
+    """464 would round to 448, 465 to NaN: the scale brings the largest to 448, and nothing passes it."""
+    assert np.isnan(np.float32(465).astype(float8_e4m3fn))
+    for largest in (448.0, 464.0, 465.0, 1000.0, 3e38 / 4):
+        w = np.zeros((2, 32), np.float32)
+        w[0, :4], w[1, :4] = [largest, -largest, largest / 3, 1.0], [-largest, 0, 0, 0]
+        rows = quantize_rows(w, F8, "w")
+        bits = rows.values.view(np.uint8)
+        assert not np.isin(bits, [0x7F, 0xFF]).any()
+        assert rows.values[0, 0] == 448
+        assert rows.values[1, 0] == -448
+        np.testing.assert_allclose(dequantize_rows(rows)[0, :3], w[0, :3], rtol=2.0**-4)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_e4m3_cannot_mean_is_named(bad):
+    with pytest.raises(QuantizationError, match=r"tensor w: weight \[0, 5\]"):
+        quantize_rows(np.where(np.arange(32) == 5, bad, 1).astype(np.float32)[None], F8, "w")
+
+
+def test_a_row_of_zeros_in_e4m3():
+    rows = quantize_rows(np.zeros((1, 32), np.float32), F8, "w")
+    assert rows.scales[0, 0] == 1
+    np.testing.assert_array_equal(dequantize_rows(rows), 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(weights)
+def test_e4m3_keeps_three_bits_of_mantissa(w):
+    rows = quantize_rows(w, F8, "w")
+    steps = np.repeat(rows.scales, 32, axis=1)
+    error = np.abs(dequantize_rows(rows) - w)
+    assert np.all(error <= np.maximum(np.abs(w) * 2.0**-4 * 1.001, steps * 2.0**-9))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100))
 def test_eleven_bits_is_half_precision_rounding(value):
@@ -150,7 +188,7 @@ def test_eleven_bits_is_half_precision_rounding(value):
 
 
 def test_formats_say_what_is_wrong():
-    with pytest.raises(QuantizationError, match="'i5' is unknown; there are f32, f16, bf16, i8, i4"):
+    with pytest.raises(QuantizationError, match="'i5' is unknown; there are f32, f16, bf16, f8, i8, i4"):
         WeightFormat("i5")  # type: ignore[arg-type]
     with pytest.raises(QuantizationError, match="needs a positive block size, not 0"):
         WeightFormat("i4")
@@ -170,6 +208,7 @@ def test_formats_say_what_is_wrong():
         (WeightFormat("f16"), "f16", 16),
         (I8_ROWS, "i8", 8 + 16 / 256),
         (I4, "i4.b32.asym", 5),
+        (WeightFormat("f8", 128), "f8.b128", 8.25),
         (WeightFormat("i4", 64), "i4.b64.sym", 4.25),
     ],
 )
