@@ -177,9 +177,11 @@ class Config:
     def items(self, key: str, default: Any = _REQUIRED) -> list[Any]:
         return list(self._typed(key, self.raw(key, default), (list, tuple), "a list"))
 
-    def table(self, key: str) -> Config:
-        """The object under `key` (empty where absent), its own keys to be read and finished."""
-        return Config(self._typed(key, self.raw(key, {}), Mapping, "an object"), f"{self._where}: {key}")
+    def table(self, key: str, defaults: Mapping[str, Any] | None = None) -> Config:
+        """The object under `key` (empty where absent) over `defaults`, its own keys to be read and
+        finished."""
+        found = self._typed(key, self.raw(key, {}), Mapping, "an object")
+        return Config({**(defaults or {}), **found}, f"{self._where}: {key}")
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Refuses any value of `key` but those `allowed`; absent is allowed."""

@@ -21,6 +21,7 @@ _DTYPES = {
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
     "U4": ir.DataType.UINT4,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
     "I8": ir.DataType.INT8,
     "I32": ir.DataType.INT32,
 }

@@ -113,18 +113,23 @@ class Scheme:
         return found
 
     def lay(
-        self, parts: Sequence[dict[str, TensorInfo]], shapes: Sequence[tuple[int, ...]]
+        self,
+        parts: Sequence[dict[str, TensorInfo]],
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        numbers: bool = False,
     ) -> dict[str, Stored]:
         """What the sidecar holds of layers concatenated along their rows, `shapes` [N, K] each: by role
         suffix, "" for the values, ".scale", ".zero" where not symmetric, ".order" with an activation order.
+        With `numbers`, or where FP8 blocks do not divide K, FP8 becomes bfloat16 and needs no scale.
 
         Raises CheckpointError for shapes that do not fit, bad scales, and layers whose orders differ.
         """
         if self.method == "fp8":
-            pieces = tuple(
-                Computed(partial(_expand_fp8, p, s, self.block)) for p, s in zip(parts, shapes, strict=True)
-            )
-            return {"": Stored("BF16", _joined(shapes), pieces)}
+            if numbers or (self.block is not None and shapes[0][1] % self.block[1]):
+                expand = [partial(_expand_fp8, p, s, self.block) for p, s in zip(parts, shapes, strict=True)]
+                return {"": Stored("BF16", _joined(shapes), tuple(Computed(chunks) for chunks in expand))}
+            return self._lay_fp8(parts, shapes)
         layers = [self._read(part, shape) for part, shape in zip(parts, shapes, strict=True)]
         read = [partial(self._read, part, shape) for part, shape in zip(parts, shapes, strict=True)]
         groups = {layer.scales.shape[1] for layer in layers}
@@ -146,6 +151,18 @@ class Scheme:
         if first is not None:
             result[".order"] = Stored("I32", (len(first),), (_held(first),))
         return result
+
+    def _lay_fp8(
+        self, parts: Sequence[dict[str, TensorInfo]], shapes: Sequence[tuple[int, ...]]
+    ) -> dict[str, Stored]:
+        """E4M3 as it is, and a scale for each group of each row."""
+        scales = [_fp8_scales(part, shape, self.block) for part, shape in zip(parts, shapes, strict=True)]
+        values = tuple(Computed(partial(_checked_fp8, part["weight"])) for part in parts)
+        rows, columns = _joined(shapes)
+        return {
+            "": Stored("F8_E4M3", (rows, columns), values),
+            ".scale": Stored("F32", (rows, scales[0].shape[1]), tuple(_held(scale) for scale in scales)),
+        }
 
     def _values(self, read: Sequence[Callable[[], PackedLinear]], shape: tuple[int, int]) -> Stored:
         def nibbles(layer: Callable[[], PackedLinear]) -> Iterator[bytes]:
@@ -298,8 +315,35 @@ def _bits(value: Any, known: tuple[int, ...]) -> int:
 def _expand_fp8(
     tensors: Mapping[str, TensorInfo], shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> Iterator[bytes]:
-    """E4M3 times its scale (of the tensor, of a row, or of a block), to bfloat16."""
-    source = tensors["weight"]
+    """E4M3 times its scale, to bfloat16."""
+    columns = shape[1]
+    scales = _fp8_scales(tensors, shape, block)
+    if block is not None:
+        scales = np.repeat(scales, block[1], axis=1)[:, :columns]
+    values = _array(tensors["weight"])
+    step = max(1, (4 << 20) // columns)
+    for start in range(0, len(values), step):
+        chunk = values[start : start + step].astype(np.float32) * scales[start : start + step]
+        _refuse_nan(np.isnan(chunk), tensors["weight"], start)
+        yield chunk.astype(ml_dtypes.bfloat16).tobytes()
+
+
+def _checked_fp8(tensor: TensorInfo) -> Iterator[bytes]:
+    """The tensor's bytes; CheckpointError where one is E4M3's NaN."""
+    done = 0
+    for data in read_range(tensor, 0, tensor.nbytes):
+        bits = np.frombuffer(data, np.uint8)
+        _refuse_nan((bits & 0x7F) == 0x7F, tensor, done // tensor.shape[1])
+        done += len(data)
+        yield data
+
+
+def _fp8_scales(
+    tensors: Mapping[str, TensorInfo], shape: tuple[int, ...], block: tuple[int, int] | None
+) -> NDArray[np.float32]:
+    """Scales [N, 1], or [N, blocks of columns], of weights [N, K] with one for the tensor, a row, or a
+    block."""
+    source, rows, columns = tensors["weight"], *shape
     if source.shape != shape:
         raise CheckpointError(
             f"'{source.name}' has shape {list(source.shape)}, the config calls for {list(shape)}"
@@ -307,25 +351,20 @@ def _expand_fp8(
     info = tensors.get("weight_scale_inv") or tensors["weight_scale"]
     scales = _floats(_array(info))
     check_scales(scales.reshape(-1), info.name)
-    rows, columns = shape
-    if block is not None:
-        if scales.shape != (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-            raise CheckpointError(
-                f"'{info.name}' has shape {list(scales.shape)}; blocks of {list(block)} of "
-                f"{list(shape)} need another"
-            )
-        scales = np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)[:rows, :columns]
-    elif scales.size not in (1, rows):
-        raise CheckpointError(f"'{info.name}' has {scales.size} scales; {rows} rows take 1 or {rows}")
-    else:
-        scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
-    values = _array(source)
-    step = max(1, (4 << 20) // columns)
-    for start in range(0, rows, step):
-        chunk = values[start : start + step].astype(np.float32) * scales[start : start + step]
-        if np.isnan(chunk).any():
-            raise CheckpointError(f"'{source.name}' holds NaN in rows {start} to {start + len(chunk) - 1}")
-        yield chunk.astype(ml_dtypes.bfloat16).tobytes()
+    if block is None:
+        if scales.size not in (1, rows):
+            raise CheckpointError(f"'{info.name}' has {scales.size} scales; {rows} rows take 1 or {rows}")
+        return np.ascontiguousarray(np.broadcast_to(scales.reshape(-1, 1), (rows, 1)))
+    if scales.shape != (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
+        raise CheckpointError(
+            f"'{info.name}' has shape {list(scales.shape)}; blocks of {list(block)} of {list(shape)} need another"
+        )
+    return np.repeat(scales, block[0], axis=0)[:rows]
+
+
+def _refuse_nan(found: NDArray[np.bool_], tensor: TensorInfo, first_row: int) -> None:
+    if found.any():
+        raise CheckpointError(f"'{tensor.name}' holds NaN at row {first_row} or after it")
 
 
 def _array(tensor: TensorInfo) -> NDArray[Any]:

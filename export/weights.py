@@ -232,7 +232,7 @@ def _quantised(
             f"{_some(plain)} are not quantised, but what shares their input is: they become one weight"
         )
     consumed.update(tensor.name for part in whole_parts for tensor in part.values())
-    stored = scheme.lay(whole_parts, shapes)
+    stored = scheme.lay(whole_parts, shapes, numbers=bool(role.experts))
     return {
         f"{role.name}{suffix}": Initializer(
             f"{names[0]}{suffix}", item.dtype, item.shape if suffix else role.shape, item.pieces

@@ -14,6 +14,8 @@ from pathlib import Path
 from enginebay.cli.console import print_json, progress, say
 from enginebay.export.exporter import ExportReport, describe, engine_bytes, export_model, is_current
 
+MOST_NAMES = 10  # of tensors left out
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and *.safetensors")
@@ -84,8 +86,10 @@ def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> in
         show_plan(report)
     for note in report.notes:
         say(f"  note: {note}")
-    for name in report.ignored:
+    for name in report.ignored[:MOST_NAMES]:
         say(f"  left out: {name}")
+    if len(report.ignored) > MOST_NAMES:
+        say(f"  left out: {len(report.ignored) - MOST_NAMES} more, all in source.json")
     return 0
 
 

@@ -35,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen.QWEN3,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    gemma.GEMMA3_IMAGES,
     phi3.FAMILY,
     smollm3.FAMILY,
     olmo2.FAMILY,

@@ -7,7 +7,7 @@ most layers and, in Gemma 3, q/k norms and a RoPE of its own for those layers.
 from __future__ import annotations
 
 from enginebay.export.config import Config
-from enginebay.export.families.base import Family
+from enginebay.export.families.base import Family, LayoutName
 from enginebay.export.families.common import (
     LLAMA_NAMES,
     attention,
@@ -114,11 +114,46 @@ def gemma3(config: Config) -> ModelSpec:
     )
 
 
+# What a published text_config leaves out, because it equals its config class's own value.
+TEXT_DEFAULTS = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+
+
+def gemma3_text_of_images(config: Config) -> ModelSpec:
+    """The language model of a Gemma 3 that also takes images."""
+    config.ignore("vision_config", "mm_tokens_per_image")
+    config.ignore("image_token_index", "boi_token_index", "eoi_token_index")
+    config.expect("tie_word_embeddings", True)
+    text = config.table("text_config", TEXT_DEFAULTS)
+    spec = gemma3(text)
+    text.finish()
+    return spec
+
+
 GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", gemma2, NAMES, dict.fromkeys(NORMS, "plus_one"))
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    gemma3,
-    NAMES,
-    dict.fromkeys((*NORMS, "attention.q_norm", "attention.k_norm"), "plus_one"),
+GEMMA3_LAYOUTS: dict[str, LayoutName] = dict.fromkeys(
+    (*NORMS, "attention.q_norm", "attention.k_norm"), "plus_one"
+)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3, NAMES, GEMMA3_LAYOUTS)
+_PREFIX = "language_model."
+GEMMA3_IMAGES = Family(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    gemma3_text_of_images,
+    {
+        key: _PREFIX + name if isinstance(name, str) else tuple(_PREFIX + part for part in name)
+        for key, name in NAMES.items()
+    },
+    GEMMA3_LAYOUTS,
+    ignorable=(r"\.rotary_emb\.inv_freq$", r"^vision_tower\.", r"^multi_modal_projector\."),
+    prefix=_PREFIX,
 )

@@ -176,6 +176,7 @@ def check_against_oracle(
     tolerance: float = 1e-4,
     reference: Path | None = None,
     make_runner: Callable[[Path], Any] = engine_runner,
+    ids: int | None = None,
 ) -> ExportReport:
     """Exports the HF folder and compares ragged steps with transformers at every position, then greedy
     choices."""
@@ -187,7 +188,7 @@ def check_against_oracle(
     onnx.checker.check_model(exported / "model.onnx", full_check=True)
     runner = make_runner(exported)
     rng = np.random.default_rng(seed)
-    vocab = report.spec.vocab_size
+    vocab = ids or report.spec.vocab_size
     sequences = [rng.integers(0, vocab, length).tolist() for length in lengths]
     shared = sequences[0][: 2 * BLOCK_SIZE + 1]
     sequences.append(shared + rng.integers(0, vocab, lengths[0] - len(shared)).tolist())

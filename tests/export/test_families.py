@@ -160,3 +160,23 @@ def test_ragged_steps_match_transformers(name: str, tmp_path: Path) -> None:
         base = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     folder = save(make_model(kind(**{**base, **changes})), tmp_path / "model")
     check_against_oracle(folder, (29, 41, 9, 17))
+
+
+def test_the_text_model_of_a_gemma3_with_images(tmp_path: Path) -> None:
+    text = {**SMALL, "head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 20, "num_hidden_layers": 6}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = hf.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=102
+    )
+    folder = save(make_model(config), tmp_path / "model")
+    report = check_against_oracle(folder, (29, 17), ids=100)  # ids of images are none of ours
+    assert report.spec.architecture == "Gemma3ForConditionalGeneration"
+    assert report.ignored
+    assert all(name.startswith(("vision_tower.", "multi_modal_projector.")) for name in report.ignored)

@@ -325,8 +325,8 @@ def test_a_quantised_checkpoint_is_the_numbers_it_means(tmp_path, kind):
     formats = {(layer.format.key, layer.method) for layer in report.layers if layer.layer != "lm_head"}
     assert formats == {
         "int8": {("i8", "as stored")},
-        "fp8": {("f32", "cast")},
-        "fp8_rows": {("f32", "cast")},
+        "fp8": {("f8.b32", "as stored")},
+        "fp8_rows": {("f8.b64", "as stored"), ("f8.b128", "as stored")},
         "gptq_order": {("i4.b32.sym", "as stored")},
         "gptq_mislabelled": {("i4.b32.sym", "as stored")},
     }.get(kind, {("i4.b32.asym", "as stored")})
@@ -432,5 +432,5 @@ def test_nan_in_fp8_weights_is_named(tmp_path):
         tensors["model.layers.0.mlp.up_proj.weight"] = bits.view(float8_e4m3fn)
 
     quantised, _ = checkpoint(tmp_path, "fp8", edit=edit)
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight' holds NaN in rows"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight' holds NaN at row"):
         export_model(quantised, tmp_path / "out")
