@@ -2,8 +2,7 @@
 again.
 
 Integer weights go into the sidecar as UINT4 or INT8 with a scale and a zero for each group, behind a
-DequantizeLinear in the graph. FP8 weights, which the canonical graph's targets have no product for, become
-float16 or bfloat16 numbers.
+DequantizeLinear in the graph, and so do FP8 weights as E4M3. Those of experts become bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -357,7 +356,8 @@ def _fp8_scales(
         return np.ascontiguousarray(np.broadcast_to(scales.reshape(-1, 1), (rows, 1)))
     if scales.shape != (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
         raise CheckpointError(
-            f"'{info.name}' has shape {list(scales.shape)}; blocks of {list(block)} of {list(shape)} need another"
+            f"'{info.name}' has shape {list(scales.shape)}; blocks of {list(block)} of {list(shape)} "
+            "need another"
         )
     return np.repeat(scales, block[0], axis=0)[:rows]
 

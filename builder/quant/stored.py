@@ -19,7 +19,7 @@ I4_CENTRE = 8
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """w = scale·(q − zero): values UINT4 or INT8 [N, K], scales float32 [N, groups], zeros UINT4 [N,
+    """w = scale·(q − zero): values UINT4, INT8 or E4M3 [N, K], scales float32 [N, groups], zeros UINT4 [N,
     groups] or None.
 
     As a Quantizer it gives these values to any plan of its format.
@@ -38,6 +38,8 @@ class StoredWeights:
     def format(self) -> WeightFormat:
         """The format that holds these values; symmetric int4 where every zero is the middle."""
         columns, groups = self.shape[1], int(self.scales.shape.numpy()[1])
+        if self.values.dtype == ir.DataType.FLOAT8E4M3FN:
+            return WeightFormat("f8", columns // groups)
         if self.values.dtype == ir.DataType.INT8:
             return WeightFormat("i8", 0 if groups == 1 else columns // groups)
         symmetric = self.zeros is None or bool((self._zeros() == I4_CENTRE).all())
@@ -85,6 +87,6 @@ def stored_weights(value: ir.Value) -> StoredWeights | None:
     tensors = [v.const_value for v in held]
     assert tensors[0] is not None
     assert tensors[1] is not None
-    if tensors[0].dtype not in (ir.DataType.UINT4, ir.DataType.INT8):
+    if tensors[0].dtype not in (ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN):
         return None
     return StoredWeights(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
