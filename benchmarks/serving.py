@@ -84,6 +84,7 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
         "ratio": round(statistics.median(entry["served"] / entry["alone"] for entry in rounds), 3),
         "server+worker us/token": round(middle["overhead"], 1),
         "engine us/token": round(middle["engine"], 1),
+        "alone us/token": round(middle["alone cpu"], 1),
         "clients us/token": round(middle["client"], 1),
         "responses/token": round(middle["responses"], 3),
         "first token ms": round(middle["ttft"], 1),
@@ -101,6 +102,7 @@ def one_round(engine: Child, load: Child, pids: tuple[int, ...]) -> dict[str, fl
         "served": tokens / served["seconds"],
         "overhead": 1e6 * (after[0] - before[0]) / tokens,
         "engine": 1e6 * (after[1] - before[1]) / tokens,
+        "alone cpu": 1e6 * alone["cpu"] / alone["tokens"],
         "client": 1e6 * served["cpu"] / tokens,
         "responses": served["responses"] / tokens,
         "ttft": 1e3 * served["ttft"],
@@ -114,7 +116,10 @@ class Child:
         command = [sys.executable, __file__, str(args.engine), "--role", role, "--url", url]
         command += ["--streams", str(args.streams), "--new", str(args.new), "--threads", str(threads)]
         command += ["--protocol", args.protocol]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # In a session of its own, as the server is: schedulers share the processor between sessions.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         self.round()  # warms up
 
     def round(self) -> dict[str, float]:
@@ -146,11 +151,12 @@ def alone(args: argparse.Namespace) -> None:
         assert llm.tokenizer is not None
 
         def run() -> dict[str, float]:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             prompts = [llm.tokenizer.encode(prompt()) for _ in range(args.streams)]
             answers = [llm.generate(ids, sampling) for ids in prompts]
             tokens = sum(out.usage.completion_tokens for answer in answers for out in answer if out.usage)
-            return {"tokens": tokens, "seconds": time.perf_counter() - began}
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+            return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
 
         serve_rounds(run)
 

@@ -39,6 +39,8 @@ _EXIT_GRACE = 8.0  # seconds that an idle server gets to leave by itself
 _POLL = 0.1
 _WATCH = 0.5
 _LOOKS = 20
+_ATTEMPTS = 3
+_PORT_TAKEN = "already in use"
 
 
 class ServerError(RuntimeError):
@@ -131,6 +133,22 @@ class TritonServer:
                 f"{self.repository}: no such folder; make a repository with 'enginebay package ENGINE REPO'"
             )
         install = self._install or find_server()
+        free = 0 in (self.options.http_port, self.options.grpc_port, self.options.metrics_port)
+        for attempt in itertools.count(1):
+            try:
+                self._start(install)
+            except ServerError as error:
+                # Between our finding a port free and Triton's taking it somebody else may have.
+                if not free or attempt == _ATTEMPTS or _PORT_TAKEN not in str(error):
+                    raise
+            else:
+                break
+        return self
+
+    def _start(self, install: ServerInstall) -> None:
+        self._ended = threading.Event()
+        self._reason = ""
+        self._stopping = False
         self._ports = self._choose_ports()
         self._scratch = Scratch.create()
         self._log = self.options.log or self._scratch.folder / "server.log"
@@ -140,7 +158,6 @@ class TritonServer:
         except BaseException:
             self.stop(drain=False)
             raise
-        return self
 
     def stop(self, *, drain: bool = True) -> None:
         """Stops the server: new requests are refused, those in flight may finish (see `drain_timeout`).

@@ -16,9 +16,11 @@ import pytest
 from asking import Stream, eventually, expected, generate, grpc, idle, post, prompt_tensors
 from conftest import SETTINGS
 
+from enginebay.triton_repo import server as server_module
 from enginebay.triton_repo.backend.settings import ServingSettings
 from enginebay.triton_repo.client import ClientError, generate_http
 from enginebay.triton_repo.package import PackageConfig, package_repo
+from enginebay.triton_repo.ports import free_ports
 from enginebay.triton_repo.runtime.llm import LLM
 from enginebay.triton_repo.scratch import Scratch
 from enginebay.triton_repo.server import PortBusyError, ServerError, ServerOptions, TritonServer
@@ -198,6 +200,21 @@ def test_a_busy_port_is_named_with_its_holder(repository: Path) -> None:
         port = held.getsockname()[1]
         with pytest.raises(PortBusyError, match=rf"gRPC port {port} .*process {os.getpid()} .*--grpc-port"):
             TritonServer(repository, ServerOptions(grpc_port=port)).start()
+
+
+def test_a_port_taken_at_the_last_moment_is_replaced(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        offers = [[held.getsockname()[1], *server_module.free_ports("127.0.0.1", 2)]]
+
+        def free(address: str, count: int) -> list[int]:
+            return offers.pop() if offers else free_ports(address, count)
+
+        monkeypatch.setattr(server_module, "free_ports", free)
+        with TritonServer(repository) as server:
+            assert offers == []
+            assert server.ready()
 
 
 def test_requests_nobody_waits_for_are_given_up(served_engine: Path, tmp_path: Path) -> None:

@@ -128,8 +128,13 @@ class Responder:
     # What follows runs on the responder's thread.
 
     def _run(self) -> None:
-        while self._turn():
-            pass
+        while True:
+            try:
+                if not self._turn():
+                    return
+            except Exception as error:  # without this thread every stream would hang
+                self._log(f"{type(error).__name__} between responses: {error}")
+                time.sleep(_IDLE)
 
     def _turn(self) -> bool:
         """Waits for something to do and does it. False once all is done.
