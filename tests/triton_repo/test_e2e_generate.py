@@ -267,6 +267,13 @@ def test_client_errors_are_the_servers_words(server: TritonServer) -> None:
         list(generate_grpc(server.grpc_url, "x", model="nobody"))
 
 
+def test_unary_infer_is_refused_by_triton_itself(server: TritonServer) -> None:
+    body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
+    status, answer = post(server, "infer", body)
+    assert status >= 400
+    assert "decoupled" in answer
+
+
 def test_not_finite_logits_fail_their_request_alone(server: TritonServer, oracle: LLM) -> None:
     text = expected(oracle, "Hello", 400, ignore_eos=True)
     long = generate_grpc(server.grpc_url, "Hello", {**GREEDY, "max_tokens": 400})
