@@ -7,18 +7,17 @@ DequantizeLinear in the graph, and so do FP8 weights as E4M3. Those of experts b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from enginebay.export.checkpoint import Checkpoint, TensorInfo
 from enginebay.export.errors import CheckpointError, UnsupportedModelError
+from enginebay.export.fp8 import checked_fp8, expand_fp8, fp8_scales, read_array, to_floats
 from enginebay.export.packed import (
     PackedLinear,
     check_scales,
@@ -27,17 +26,9 @@ from enginebay.export.packed import (
     unpack_gptq,
     unpack_rows,
 )
-from enginebay.export.pieces import Computed, Piece, read_range
+from enginebay.export.pieces import Computed, Piece
 
-_DTYPES: dict[str, Any] = {
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "I32": np.int32,
-    "I64": np.int64,
-    "I8": np.int8,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-}
+FP8_GROUP = 32  # what every target takes as a group along K
 # Scales of caches and of activations: a 16-bit cache and activations rounded as they come use neither.
 _UNUSED_SCALES = (
     ".k_scale",
@@ -120,13 +111,15 @@ class Scheme:
     ) -> dict[str, Stored]:
         """What the sidecar holds of layers concatenated along their rows, `shapes` [N, K] each: by role
         suffix, "" for the values, ".scale", ".zero" where not symmetric, ".order" with an activation order.
-        With `numbers`, or where FP8 blocks do not divide K, FP8 becomes bfloat16 and needs no scale.
+        With `numbers`, and where FP8 blocks do not divide K or are not multiples of FP8_GROUP, FP8 becomes
+        bfloat16 and needs no scale.
 
         Raises CheckpointError for shapes that do not fit, bad scales, and layers whose orders differ.
         """
         if self.method == "fp8":
-            if numbers or (self.block is not None and shapes[0][1] % self.block[1]):
-                expand = [partial(_expand_fp8, p, s, self.block) for p, s in zip(parts, shapes, strict=True)]
+            group = shapes[0][1] if self.block is None else self.block[1]
+            if numbers or shapes[0][1] % group or group % FP8_GROUP:
+                expand = [partial(expand_fp8, p, s, self.block) for p, s in zip(parts, shapes, strict=True)]
                 return {"": Stored("BF16", _joined(shapes), tuple(Computed(chunks) for chunks in expand))}
             return self._lay_fp8(parts, shapes)
         layers = [self._read(part, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -155,8 +148,8 @@ class Scheme:
         self, parts: Sequence[dict[str, TensorInfo]], shapes: Sequence[tuple[int, ...]]
     ) -> dict[str, Stored]:
         """E4M3 as it is, and a scale for each group of each row."""
-        scales = [_fp8_scales(part, shape, self.block) for part, shape in zip(parts, shapes, strict=True)]
-        values = tuple(Computed(partial(_checked_fp8, part["weight"])) for part in parts)
+        scales = [fp8_scales(part, shape, self.block) for part, shape in zip(parts, shapes, strict=True)]
+        values = tuple(Computed(partial(checked_fp8, part["weight"])) for part in parts)
         rows, columns = _joined(shapes)
         return {
             "": Stored("F8_E4M3", (rows, columns), values),
@@ -176,7 +169,7 @@ class Scheme:
         )
 
     def _read(self, tensors: dict[str, TensorInfo], shape: tuple[int, ...]) -> PackedLinear:
-        arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+        arrays = {name: read_array(tensor) for name, tensor in tensors.items()}
         name = next(iter(tensors.values())).name
         try:
             layer = self._unpack(arrays, shape)
@@ -208,20 +201,20 @@ class Scheme:
             return unpack_gptq(
                 arrays["qweight"],
                 arrays["qzeros"],
-                _floats(arrays["scales"]),
+                to_floats(arrays["scales"]),
                 arrays.get("g_idx"),
                 bits=self.bits,
                 first=offset,
             )
         if self.method == "awq":
-            return unpack_awq(arrays["qweight"], arrays["qzeros"], _floats(arrays["scales"]))
+            return unpack_awq(arrays["qweight"], arrays["qzeros"], to_floats(arrays["scales"]))
         if self.method == "int8":
-            scales = _floats(arrays["weight_scale"]).reshape(-1, 1)
+            scales = to_floats(arrays["weight_scale"]).reshape(-1, 1)
             scales = np.repeat(scales, shape[0], axis=0) if len(scales) == 1 else scales
             values = (arrays["weight"].astype(np.int16) + 128).astype(np.uint8)
             return PackedLinear(values, scales, np.full(scales.shape, 128, np.uint8))
         rows, columns = (int(size) for size in arrays["weight_shape"])
-        scales = _floats(arrays["weight_scale"]).reshape(rows, -1)
+        scales = to_floats(arrays["weight_scale"]).reshape(rows, -1)
         zeros, order = arrays.get("weight_zero_point"), arrays.get("weight_g_idx")
         return unpack_rows(arrays["weight_packed"], zeros, scales, order, columns=columns, bits=self.bits)
 
@@ -266,7 +259,7 @@ def unused_scales(checkpoint: Checkpoint) -> tuple[str, ...]:
     same."""
     names = tuple(name for name in sorted(checkpoint.tensors) if name.endswith(_UNUSED_SCALES))
     for name in names:
-        check_scales(_floats(_array(checkpoint.tensors[name])).reshape(-1), name)
+        check_scales(to_floats(read_array(checkpoint.tensors[name])).reshape(-1), name)
     return names
 
 
@@ -275,7 +268,7 @@ def scheme_notes(scheme: Scheme, checkpoint: Checkpoint) -> tuple[str, ...]:
     if scheme.method != "gptq" or not scheme.zero_offset or not scheme.symmetric:
         return ()
     zeros = next((t for name, t in sorted(checkpoint.tensors.items()) if name.endswith(".qzeros")), None)
-    if zeros is None or not _all_middle(_array(zeros), scheme.bits):
+    if zeros is None or not _all_middle(read_array(zeros), scheme.bits):
         return ()
     return (
         f"config.json says format gptq (v1), but '{zeros.name}' holds the zeros of gptq_v2: read as gptq_v2",
@@ -309,75 +302,6 @@ def _bits(value: Any, known: tuple[int, ...]) -> int:
             f"config.json: {value!r} bits a weight; {' and '.join(map(str, known))} are read"
         )
     return int(value)
-
-
-def _expand_fp8(
-    tensors: Mapping[str, TensorInfo], shape: tuple[int, ...], block: tuple[int, int] | None
-) -> Iterator[bytes]:
-    """E4M3 times its scale, to bfloat16."""
-    columns = shape[1]
-    scales = _fp8_scales(tensors, shape, block)
-    if block is not None:
-        scales = np.repeat(scales, block[1], axis=1)[:, :columns]
-    values = _array(tensors["weight"])
-    step = max(1, (4 << 20) // columns)
-    for start in range(0, len(values), step):
-        chunk = values[start : start + step].astype(np.float32) * scales[start : start + step]
-        _refuse_nan(np.isnan(chunk), tensors["weight"], start)
-        yield chunk.astype(ml_dtypes.bfloat16).tobytes()
-
-
-def _checked_fp8(tensor: TensorInfo) -> Iterator[bytes]:
-    """The tensor's bytes; CheckpointError where one is E4M3's NaN."""
-    done = 0
-    for data in read_range(tensor, 0, tensor.nbytes):
-        bits = np.frombuffer(data, np.uint8)
-        _refuse_nan((bits & 0x7F) == 0x7F, tensor, done // tensor.shape[1])
-        done += len(data)
-        yield data
-
-
-def _fp8_scales(
-    tensors: Mapping[str, TensorInfo], shape: tuple[int, ...], block: tuple[int, int] | None
-) -> NDArray[np.float32]:
-    """Scales [N, 1], or [N, blocks of columns], of weights [N, K] with one for the tensor, a row, or a
-    block."""
-    source, rows, columns = tensors["weight"], *shape
-    if source.shape != shape:
-        raise CheckpointError(
-            f"'{source.name}' has shape {list(source.shape)}, the config calls for {list(shape)}"
-        )
-    info = tensors.get("weight_scale_inv") or tensors["weight_scale"]
-    scales = _floats(_array(info))
-    check_scales(scales.reshape(-1), info.name)
-    if block is None:
-        if scales.size not in (1, rows):
-            raise CheckpointError(f"'{info.name}' has {scales.size} scales; {rows} rows take 1 or {rows}")
-        return np.ascontiguousarray(np.broadcast_to(scales.reshape(-1, 1), (rows, 1)))
-    if scales.shape != (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-        raise CheckpointError(
-            f"'{info.name}' has shape {list(scales.shape)}; blocks of {list(block)} of {list(shape)} "
-            "need another"
-        )
-    return np.repeat(scales, block[0], axis=0)[:rows]
-
-
-def _refuse_nan(found: NDArray[np.bool_], tensor: TensorInfo, first_row: int) -> None:
-    if found.any():
-        raise CheckpointError(f"'{tensor.name}' holds NaN at row {first_row} or after it")
-
-
-def _array(tensor: TensorInfo) -> NDArray[Any]:
-    if tensor.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"'{tensor.name}' is {tensor.dtype}; a quantised layer holds {', '.join(_DTYPES)}"
-        )
-    data = b"".join(read_range(tensor, 0, tensor.nbytes))
-    return np.frombuffer(data, _DTYPES[tensor.dtype]).reshape(tensor.shape)
-
-
-def _floats(array: NDArray[Any]) -> NDArray[np.float32]:
-    return array.astype(np.float32)
 
 
 def _all_middle(qzeros: NDArray[Any], bits: int) -> bool:

@@ -91,6 +91,7 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             reference,
+            gguf_file=gguf_file(reference),
             dtype=torch.float32,
             attn_implementation="eager",  # the others leave out soft caps and sinks
             local_files_only=True,
@@ -109,13 +110,22 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
     return logits, int(model.get_input_embeddings().weight.shape[0])
 
 
+def gguf_file(folder: Path) -> str | None:
+    """The GGUF file of a folder that has no other weights."""
+    names = [path.name for path in sorted(folder.glob("*.gguf"))]
+    others = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return names[0] if names and not others else None
+
+
 def text_ids(reference: Path) -> list[int] | None:
     """The second half of Python's own help topics as token ids; None where the folder has no tokenizer."""
-    if not any((reference / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((reference / name).is_file() for name in _TOKENIZER_FILES) and gguf_file(reference) is None:
         return None
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(reference, local_files_only=True, trust_remote_code=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        reference, gguf_file=gguf_file(reference), local_files_only=True, trust_remote_code=False
+    )
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return list(tokenizer(text[len(text) // 2 :], add_special_tokens=False)["input_ids"])

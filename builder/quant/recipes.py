@@ -46,6 +46,10 @@ class Rounding:
     shrinks: tuple[float, ...] = (1.0,)
 
 
+# A router is small, and rounding it sends tokens to other experts.
+ROUTERS = (Override("*.moe.router", F32), Override("*.moe.shared_gate", F32))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a build does with the weights.
@@ -117,7 +121,8 @@ class Recipe:
         return replace(self, linear=linear)
 
     def _override(self, layer: str) -> WeightFormat | None:
-        return next((o.format for o in self.overrides if fnmatchcase(layer, o.pattern)), None)
+        exceptions = (*self.overrides, *ROUTERS)
+        return next((o.format for o in exceptions if fnmatchcase(layer, o.pattern)), None)
 
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)

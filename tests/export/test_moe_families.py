@@ -237,7 +237,10 @@ def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: 
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16}
     folder = save(make_model(hf.Qwen3MoeConfig(**{**SMALL, **QWEN, **sizes})), tmp_path / "model")
     export_model(folder, tmp_path / "exported")
-    build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant))
+    built = build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant))
+    formats = {layer: record.format for layer, record in built.manifest.quantization.layers.items()}
+    assert formats["layers.0.moe.router"] == "f32", "a rounded router sends tokens to other experts"
+    assert formats["layers.0.moe.down"].startswith(quant.replace("int", "i"))
     engine = OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=32, threads=2))
     result = verify(engine, folder, tokens=192, window=48)
     assert 1e-9 < result.mean_kl < kl

@@ -11,12 +11,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from export_support import check_against_oracle, make_model, save
+from export_support import check_against_oracle, engine_runner, make_model, save
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from enginebay.export.errors import CheckpointError, ExportError
 from enginebay.export.exporter import export_model, is_current
+from enginebay.export.verify import verify
 
 TINY = LlamaConfig(
     vocab_size=64,
@@ -146,6 +147,9 @@ def test_a_gguf_folder_exports_as_transformers_reads_it(tmp_path: Path) -> None:
     check_against_oracle(folder, (29, 17), reference=oracle)
     assert (tmp_path / "model.exported" / "tokenizer.json").is_file()
     assert is_current(folder, tmp_path / "model.exported")
+    result = verify(engine_runner(tmp_path / "model.exported"), folder, tokens=64, window=32)
+    assert result.text
+    assert result.max_abs_logit_error < 1e-3
 
 
 def test_two_gguf_files_are_ambiguous(tmp_path: Path) -> None:
