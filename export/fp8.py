@@ -1,4 +1,4 @@
-"""FP8 (E4M3) weights of a checkpoint: bits as they are with a scale for each group, or the numbers they mean."""
+"""FP8 (E4M3) weights of a checkpoint: bits as they are with a scale for each group, or their numbers."""
 
 from __future__ import annotations
 
