@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kSplitThreads) split(const Step s) {
           const uint32_t to = stage + k * T::kKeyPitch + piece * 16;
           if (all) {
             const uint8_t* const from = cache + uint64_t{at} * kRowBytes + piece * 16;
-            copy_async16(to, from);
-            copy_async16(to + kSplitKeys * T::kKeyPitch, from + to_values);
+            copy_async16_stream(to, from);
+            copy_async16_stream(to + kSplitKeys * T::kKeyPitch, from + to_values);
           } else {
             const int bytes = at == kNoRow ? 0 : 16;
             const uint8_t* const from = at == kNoRow ? cache : cache + uint64_t{at} * kRowBytes + piece * 16;

@@ -104,41 +104,45 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
   const uint32_t ring = shared_address(shared) + warp * kStages * kStage;
   const int g = lane / 4, t = lane % 4;
 
-  // The stream: for each chunk of row tiles, for each pass over the columns, for each tile. Two cursors walk
-  // it.
-  struct Cursor {
-    int chunk_tile, pass, tile;
+  // The stream: for each chunk of row tiles, for each pass over the columns, for each tile.
+  struct {
+    int chunk_tile = 0, pass = 0, left = 0;  // tiles left in the pass
+    const uint8_t *values = nullptr, *scales = nullptr;
+    int stage = 0;
+  } ahead;
+  const auto start_pass = [&] {
+    const int column = first_column + ahead.pass * kWarps * kColumnTiles;
+    const int64_t tile = tile_begin + ahead.chunk_tile;
+    ahead.left = min(chunk, tiles - ahead.chunk_tile);
+    ahead.values = p.packed + (tile * layout.k_tiles + column) * 512 + lane * 16;
+    ahead.scales =
+        scale_base + (tile * layout.blocks + column / BlockTiles) * layout.scale_bytes + g * kScaleBytes;
   };
-  const auto advance = [&](Cursor& c) {
-    if (++c.tile == min(chunk, tiles - c.chunk_tile)) {
-      c.tile = 0;
-      if (++c.pass == passes) {
-        c.pass = 0;
-        c.chunk_tile += chunk;
-      }
-    }
-  };
-  Cursor ahead{0, 0, 0};
-  int ahead_stage = 0;
+  if (passes > 0 && tiles > 0) start_pass();
+  const int64_t values_pitch = int64_t{layout.k_tiles} * 512,
+                scales_pitch = int64_t{layout.blocks} * layout.scale_bytes;
   const auto fetch = [&] {
-    if (ahead.chunk_tile < tiles && passes > 0) {
-      const int64_t tile = tile_begin + ahead.chunk_tile + ahead.tile;
-      const int column = first_column + ahead.pass * kWarps * kColumnTiles;
-      const uint8_t* const values = p.packed + (tile * layout.k_tiles + column) * 512 + lane * 16;
-      const uint32_t stage = ring + ahead_stage * kStage;
+    if (ahead.left > 0) {
+      const int columns = layout.k_tiles - (first_column + ahead.pass * kWarps * kColumnTiles);
+      const uint32_t stage = ring + ahead.stage * kStage;
       // Past the last column tile stands the last one again; x is zero there.
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c)
-        copy_async16(stage + c * 512 + lane * 16, values + min(c, layout.k_tiles - 1 - column) * 512);
+        copy_async16_stream(stage + c * 512 + lane * 16, ahead.values + min(c, columns - 1) * 512);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const int block = min(column / BlockTiles + b, layout.blocks - 1);
-        copy_async_small<kScaleBytes>(
-            stage + kColumnTiles * 512 + (b * 32 + lane) * kScaleBytes,
-            scale_base + (tile * layout.blocks + block) * layout.scale_bytes + g * kScaleBytes);
+      for (int b = 0; b < kBlocks; ++b)
+        copy_async_small<kScaleBytes>(stage + kColumnTiles * 512 + (b * 32 + lane) * kScaleBytes,
+                                      ahead.scales + min(b, (columns - 1) / BlockTiles) * layout.scale_bytes);
+      ahead.values += values_pitch;
+      ahead.scales += scales_pitch;
+      ahead.stage = ahead.stage + 1 == kStages ? 0 : ahead.stage + 1;
+      if (--ahead.left == 0) {
+        if (++ahead.pass == passes) {
+          ahead.pass = 0;
+          ahead.chunk_tile += chunk;
+        }
+        if (ahead.chunk_tile < tiles) start_pass();
       }
-      advance(ahead);
-      ahead_stage = ahead_stage + 1 == kStages ? 0 : ahead_stage + 1;
     }
     copy_commit();
   };
@@ -258,36 +262,37 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
     }
 
     __syncthreads();
+    const auto place = [&](int i, int* row, int* n) {  // of a sum: which of x, which of W
+      *row = i / 128 % N8 * 8 + i % 8;
+      *n = (tile_begin + chunk_tile + i / kTile) * 16 + i / 8 % 16;
+      return *row < p.m && *n < p.n;
+    };
     for (int i = threadIdx.x; i < chunk_tiles * kTile; i += kThreads) {
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += partials[static_cast<size_t>(w) * chunk * kTile + i];
-      sums[i] = sum;
+      int row, n;
+      if (cluster_size > 1)
+        sums[i] = sum;
+      else if (place(i, &row, &n))
+        y[int64_t{row} * p.n + n] = from_float<T>(sum + (p.bias != nullptr ? p.bias[n] : 0.f));
     }
 #if __CUDA_ARCH__ >= 900
-    if (cluster_size > 1)
+    if (cluster_size > 1) {
+      // The blocks of the cluster share the outputs.
       cluster.sync();
-    else
-#endif
-      __syncthreads();
-
-    // The blocks of the cluster share the outputs.
-    const int rows = chunk_tiles * 16;
-    for (int i = rank * kThreads + threadIdx.x; i < rows * p.m; i += kThreads * cluster_size) {
-      const int row = i / rows, at = i % rows, n = (tile_begin + chunk_tile) * 16 + at;
-      if (n >= p.n) continue;
-      const int index = (((at / 16) * N8 + row / 8) * 16 + at % 16) * 8 + row % 8;
-      float sum = p.bias != nullptr ? p.bias[n] : 0.f;
-#if __CUDA_ARCH__ >= 900
-      for (int r = 0; r < cluster_size; ++r) sum += cluster.map_shared_rank(sums, r)[index];
-#else
-      sum += sums[index];
-#endif
-      y[int64_t{row} * p.n + n] = from_float<T>(sum);
+      for (int i = rank * kThreads + threadIdx.x; i < chunk_tiles * kTile; i += kThreads * cluster_size) {
+        int row, n;
+        if (!place(i, &row, &n)) continue;
+        float sum = p.bias != nullptr ? p.bias[n] : 0.f;
+        for (int r = 0; r < cluster_size; ++r) sum += cluster.map_shared_rank(sums, r)[i];
+        y[int64_t{row} * p.n + n] = from_float<T>(sum);
+      }
+      cluster.sync();  // sums are free once every block has read them
+      continue;
     }
-#if __CUDA_ARCH__ >= 900
-    if (cluster_size > 1) cluster.sync();  // sums are free once every block has read them
 #endif
+    __syncthreads();  // partials are free
   }
 }
 
