@@ -14,6 +14,7 @@ from enginebay.builder.lower.embedding import lower_embeddings
 from enginebay.builder.lower.fold_casts import fold_casts
 from enginebay.builder.lower.gated_activation import fuse_gated_activation
 from enginebay.builder.lower.graph import RewriteReport, remove_dead, through_cast
+from enginebay.builder.lower.head_products import pad_head_products
 from enginebay.builder.lower.moe import lower_moe
 from enginebay.builder.lower.quant_linear import lower_linears
 from enginebay.builder.lower.select_rows import select_rows_early
@@ -37,7 +38,7 @@ STANDARD_OPS = frozenset(
         "Sigmoid",
         "Swish",
     }
-    | {"Gelu", "Relu", "Split", "Concat", "Cast", "Reshape", "Transpose", "MatMul"}
+    | {"Gelu", "Relu", "Split", "Concat", "Cast", "Reshape", "Transpose", "MatMul", "Pad", "Slice"}
 )
 
 
@@ -64,6 +65,7 @@ class OrtCpu:
             lower_linears(graph, packer),
             lower_embeddings(graph, packer),
             lower_moe(graph, packer),
+            pad_head_products(graph),
             fold_casts(graph),
             fuse_gated_activation(graph),
             fuse_add_rms_norm(graph),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -16,6 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.export.errors import ExportError
 from enginebay.export.exporter import export_model
+from enginebay.export.stepping import Stepper, Stream
 from enginebay.export.verify import verify
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
@@ -244,3 +246,30 @@ def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: 
     engine = OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=32, threads=2))
     result = verify(engine, folder, tokens=192, window=48)
     assert 1e-9 < result.mean_kl < kl
+
+
+@pytest.mark.parametrize("quant", ["fp32", "int8"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_a_token_gets_the_same_bits_alone_and_in_company(name: str, quant: str, tmp_path: Path) -> None:
+    kind, changes = MODELS[name]
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
+    latent = (
+        {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 8}
+        if name == "deepseek_v3"
+        else {"head_dim": 16}
+    )
+    folder = save(make_model(kind(**{**SMALL, **changes, **sizes, **latent})), tmp_path / "model")
+    export_model(folder, tmp_path / "exported")
+    build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant, block_size=4))
+    rng = np.random.default_rng(7)
+    sequences = [rng.integers(0, 103, length).tolist() for length in (23, 9, 31)]
+
+    def engine() -> OrtEngine:
+        return OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=64, threads=2))
+
+    together = Stepper(engine()).step([(Stream(tokens), len(tokens)) for tokens in sequences])
+    for tokens, expected in zip(sequences, together, strict=True):
+        stepper, stream = Stepper(engine()), Stream(tokens)
+        counts = [1, 2, 5, *[1] * (len(tokens) - 8)]
+        parts = [stepper.step([(stream, count)])[0].copy() for count in counts]
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
