@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 _SUPERVISOR = Path(__file__).with_name("supervise.py")
-_EXIT_GRACE = 8.0  # seconds that an idle server gets to leave by itself
+_EXIT_GRACE = 8.0  # seconds that Triton gets for its own shutdown, beside the draining
+_IDLE_GRACE = 4.0  # when nothing is in flight; it takes some 3, and never ends while a gRPC stream is open
 _POLL = 0.1
 _WATCH = 0.5
 _LOOKS = 20
@@ -358,7 +359,7 @@ class TritonServer:
         while time.monotonic() < deadline and not self._ended.wait(_POLL):
             if not drained and (folder / DRAINED).exists():
                 drained = True
-                deadline = min(deadline, time.monotonic() + _EXIT_GRACE)
+                deadline = min(deadline, time.monotonic() + _IDLE_GRACE)
 
 
 def _stat(path: Path) -> list[str]:
