@@ -180,7 +180,7 @@ def test_a_build_with_calibration(exported, tmp_path, monkeypatch):
     report = build_engine(exported(), tmp_path / "engine", config, lambda *step: seen.append(step))
     formats = {layer.layer: (layer.format.key, layer.method) for layer in report.layers}
     assert formats["layers.1.attention.qkv"] == ("i4.b64.sym", "gptq")
-    assert formats["lm_head"] == ("i8.b64", "rtn")
+    assert formats["lm_head"] == ("i8.b32", "rtn")
     assert (4 * LAYERS, 4 * LAYERS + 1, f"layers.{LAYERS - 1}.mlp.down") in seen
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 

@@ -56,7 +56,7 @@ def test_an_engine_folder_is_complete_and_fits(exported, tmp_path):
     assert manifest.limits.vocab_size == VOCAB
     assert manifest.model["hidden_size"] == 64
     assert len(manifest.quantization.layers) == 4 * LAYERS + 1
-    assert manifest.quantization.layers["lm_head"].format == "i8.b64"
+    assert manifest.quantization.layers["lm_head"].format == "i8.b32"
     assert manifest.quantization.layers["layers.1.mlp.down"].format == "i4.b32.asym"
     assert manifest.cache_groups[0].block_shape == (2, 16, 2, 16)
     assert manifest.weight_bytes == (out / "weights.bin").stat().st_size

@@ -1,9 +1,7 @@
 // AVX2 with FMA and F16C. A panel is two ymm; rows are taken up to four at a time.
 #include <immintrin.h>
 
-#include <limits>
-
-#include "quant_linear_kernels.h"
+#include "quant_linear_prepare.h"
 
 namespace enginebay {
 namespace {
@@ -134,12 +132,14 @@ inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, in
   constexpr int kStep = W == Weights::kI8 ? 512 : 256;  // bytes of a panel's 32 values of k
   const QuantLinearLayout& layout = *task.layout;
   const int rows = task.rows;
-  const uint8_t* scales = panel + kAlignment + 16 * half;
-  const uint8_t* values = panel + layout.values_offset + 32 * half;
-  const uint8_t* x = task.x + 4 * row;
+  const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
+  const uint8_t* x = task.x + visits_bytes(layout) + 4 * row;
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < layout.blocks; ++b) {
+  for (int32_t v = 0; v < visits[0]; ++v) {
+    const size_t b = static_cast<size_t>(visits[1 + v]);
+    const uint8_t* scales = panel + kAlignment + b * block_scales_bytes(layout) + 16 * half;
+    const uint8_t* values = panel + layout.values_offset + b * block_values_bytes(layout) + 32 * half;
     const uint8_t* x_scales = x + rows * layout.block;
     const uint8_t* x_terms = x_scales + 4 * rows;
     __m256i dot[R];
@@ -157,14 +157,12 @@ inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, in
       const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(reinterpret_cast<const float*>(x_scales)[r]));
       acc[r] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(dot[r]), acc[r]);
     }
-    scales += 32;
     if constexpr (W == Weights::kI4Minimum) {
-      const __m256 minimum = load_halves(scales);
+      const __m256 minimum = load_halves(scales + 32);
       for (int r = 0; r < R; ++r) {
         const __m256 term = _mm256_set1_ps(reinterpret_cast<const float*>(x_terms)[r]);
         acc[r] = _mm256_fmadd_ps(minimum, term, acc[r]);
       }
-      scales += 32;
     }
     x = x_terms + 4 * rows;
   }
@@ -205,53 +203,53 @@ void widen(const uint8_t* weights, int64_t count, float* out) {
     _mm256_storeu_ps(out + i, load_floats<W>(weights + static_cast<size_t>(i) * kBytes<W>));
 }
 
-void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
-  const int block = layout.block;
-  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  for (int r = 0; r < rows; ++r) {
-    uint8_t* out = tile;
-    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
-      const float* from = x + r * layout.in_features + b * block;
-      __m256i largest = _mm256_setzero_si256();
-      for (int i = 0; i < block; i += 8) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-        largest = _mm256_max_epu32(largest, _mm256_and_si256(bits, magnitude));
-      }
-      __m128i top = _mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-      top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0x4e));
-      top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0xb1));
-      const float amax = _mm_cvtss_f32(_mm_castsi128_ps(top));
-      const bool finite = static_cast<uint32_t>(_mm_cvtsi128_si32(top)) < 0x7f800000u;
-      const bool zero = !finite || amax < kSmallest;
-      const __m256 inverse = _mm256_set1_ps(zero ? 0.0f : 127.0f / amax);
-      const __m256i keep = _mm256_set1_epi32(finite ? -1 : 0);
-      const __m256i first_bytes =
-          _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1,
-                           -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-      __m256i sum = _mm256_setzero_si256();
-      for (int i = 0; i < block; i += 8) {
-        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(from + i), inverse);
-        const __m256i q = _mm256_and_si256(_mm256_cvtps_epi32(scaled), keep);
-        sum = _mm256_add_epi32(sum, q);
-        const __m256i bytes = _mm256_shuffle_epi8(q, first_bytes);
-        int* to = reinterpret_cast<int*>(out) + (i / 4) * rows + r;
-        to[0] = _mm256_extract_epi32(bytes, 0);
-        to[rows] = _mm256_extract_epi32(bytes, 4);
-      }
-      __m128i total4 = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-      total4 = _mm_add_epi32(total4, _mm_shuffle_epi32(total4, 0x4e));
-      const int total = _mm_cvtsi128_si32(_mm_add_epi32(total4, _mm_shuffle_epi32(total4, 0xb1)));
-      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
-      scales[r] = scale;
-      if (layout.minimum) {
-        scales[rows + r] = scale * static_cast<float>(total);
-      } else {
-        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
-      }
+struct Ymm {
+  static float sum_squares(const float* x, int64_t count) {
+    __m256 sum = _mm256_setzero_ps();
+    for (int64_t i = 0; i < count; i += 8) {  // K is a multiple of 32
+      const __m256 value = _mm256_loadu_ps(x + i);
+      sum = _mm256_fmadd_ps(value, value, sum);
     }
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
   }
+
+  static float largest(const float* x, int count) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i most = _mm256_setzero_si256();  // as integers, NaN comes after infinity and that after the rest
+    for (int i = 0; i < count; i += 8) {
+      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+      most = _mm256_max_epu32(most, _mm256_and_si256(bits, magnitude));
+    }
+    __m128i top = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(top, _mm_shuffle_epi32(top, 0xb1))));
+  }
+
+  static int quantise(const float* x, int count, float inverse, float scale, uint8_t* out, size_t stride,
+                      float* rest) {
+    const __m256i first_bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                                 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i sum = _mm256_setzero_si256();
+    for (int i = 0; i < count; i += 8) {
+      const __m256 value = _mm256_loadu_ps(x + i);
+      const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(value, _mm256_set1_ps(inverse)));
+      _mm256_storeu_ps(rest + i, _mm256_fnmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(q), value));
+      sum = _mm256_add_epi32(sum, q);
+      const __m256i bytes = _mm256_shuffle_epi8(q, first_bytes);
+      uint8_t* to = out + static_cast<size_t>(i / 4) * stride;
+      *reinterpret_cast<int*>(to) = _mm256_extract_epi32(bytes, 0);
+      *reinterpret_cast<int*>(to + stride) = _mm256_extract_epi32(bytes, 4);
+    }
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  }
+};
+
+void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  IntegerRows<Ymm>{layout, rows, tile}.prepare(x);
 }
 
 // out[k][r] = rows[r][k] for eight rows and eight k.

@@ -1,7 +1,7 @@
 // Float formats, and rows of x to int8, on AVX-512 F, BW, DQ, VL.
 #include "quant_linear_avx512.h"
 
-#include <limits>
+#include "quant_linear_prepare.h"
 
 namespace enginebay {
 namespace {
@@ -105,6 +105,45 @@ void widen(const uint8_t* weights, int64_t count, float* out) {
   }
 }
 
+struct Zmm {
+  static float sum_squares(const float* x, int64_t count) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16) {  // K is a multiple of 32
+      const __m512 value = _mm512_loadu_ps(x + i);
+      sum = _mm512_fmadd_ps(value, value, sum);
+    }
+    return _mm512_reduce_add_ps(sum);
+  }
+
+  static float largest(const float* x, int count) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();  // as integers, NaN comes after infinity and that after the rest
+    for (int i = 0; i < count; i += 16) {
+      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), magnitude));
+    }
+    const int bits = static_cast<int>(_mm512_reduce_max_epu32(most));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
+  }
+
+  static int quantise(const float* x, int count, float inverse, float scale, uint8_t* out, size_t stride,
+                      float* rest) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < count; i += 16) {
+      const __m512 value = _mm512_loadu_ps(x + i);
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(inverse)));
+      _mm512_storeu_ps(rest + i, _mm512_fnmadd_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(q), value));
+      sum = _mm512_add_epi32(sum, q);
+      const __m128i bytes = _mm512_cvtepi32_epi8(q);
+      uint8_t* to = out + static_cast<size_t>(i / 4) * stride;
+      *reinterpret_cast<int*>(to) = _mm_extract_epi32(bytes, 0);
+      *reinterpret_cast<int*>(to + stride) = _mm_extract_epi32(bytes, 1);
+      *reinterpret_cast<int*>(to + 2 * stride) = _mm_extract_epi32(bytes, 2);
+      *reinterpret_cast<int*>(to + 3 * stride) = _mm_extract_epi32(bytes, 3);
+    }
+    return _mm512_reduce_add_epi32(sum);
+  }
+};
+
 }  // namespace
 
 void tile_f32_avx512(const TileTask& task) { float_tile_of<Weights::kF32>(task); }
@@ -123,51 +162,7 @@ void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out) {
 }
 
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
-  const int block = layout.block, vectors = block / 16;
-  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  for (int r = 0; r < rows; ++r) {
-    uint8_t* out = tile;
-    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
-      const float* from = x + r * layout.in_features + b * block;
-      __m512i largest = _mm512_setzero_si512();
-      for (int v = 0; v < vectors; ++v) {
-        const __m512i bits = _mm512_loadu_si512(from + 16 * v);
-        largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, magnitude));
-      }
-      const uint32_t amax_bits = _mm512_reduce_max_epu32(largest);  // NaN above infinity above the rest
-      const float amax =
-          _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(amax_bits))));
-      const bool finite = amax_bits < 0x7f800000u, zero = !finite || amax < kSmallest;
-      const __m512 inverse = _mm512_set1_ps(zero ? 0.0f : 127.0f / amax);
-      __m512i sum = _mm512_setzero_si512();
-      for (int v = 0; v < vectors; ++v) {
-        // A block that counts as zero is multiplied by zero; what is not finite becomes zero here.
-        const __m512i q = _mm512_maskz_cvtps_epi32(static_cast<__mmask16>(finite ? 0xffff : 0),
-                                                   _mm512_mul_ps(_mm512_loadu_ps(from + 16 * v), inverse));
-        sum = _mm512_add_epi32(sum, q);
-        const __m128i bytes = _mm512_cvtepi32_epi8(q);
-        uint8_t* to = out + static_cast<size_t>(4 * v * rows + r) * 4;
-        if (rows == 1) {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
-        } else {
-          const int fours[] = {_mm_extract_epi32(bytes, 0), _mm_extract_epi32(bytes, 1),
-                               _mm_extract_epi32(bytes, 2), _mm_extract_epi32(bytes, 3)};
-          for (int i = 0; i < 4; ++i)
-            *reinterpret_cast<int*>(to + static_cast<size_t>(4 * i * rows)) = fours[i];
-        }
-      }
-      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-      const int total = _mm512_reduce_add_epi32(sum);
-      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
-      scales[r] = scale;
-      if (layout.minimum) {
-        scales[rows + r] = scale * static_cast<float>(total);
-      } else {
-        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
-      }
-    }
-  }
+  IntegerRows<Zmm>{layout, rows, tile}.prepare(x);
 }
 
 }  // namespace enginebay

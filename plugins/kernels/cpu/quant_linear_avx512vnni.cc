@@ -40,9 +40,10 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
   // Many rows per weight leave the hardware prefetcher too far behind; with few it does better alone.
   constexpr bool kPrefetch = R >= 4;
   const size_t stride = task.panel_stride;
-  const uint8_t* scales = panel + kAlignment;
-  const uint8_t* values = panel + layout.values_offset;
-  const uint8_t* x = task.x;
+  const size_t values_bytes = block_values_bytes(layout);
+  const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
+  const int32_t visit_count = visits[0];
+  const uint8_t* x = task.x + visits_bytes(layout);
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512 acc[R][P];
 #pragma GCC unroll 8
@@ -50,7 +51,10 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) acc[r][p] = _mm512_setzero_ps();
   }
-  for (int64_t b = 0; b < layout.blocks; ++b) {
+  for (int32_t v = 0; v < visit_count; ++v) {
+    const size_t b = static_cast<size_t>(visits[1 + v]);
+    const uint8_t* scales = panel + kAlignment + b * (W == Weights::kI4Minimum ? 64 : 32);
+    const uint8_t* values = panel + layout.values_offset + b * values_bytes;
     const uint8_t* x_scales = x + R * layout.block;
     const uint8_t* x_terms = x_scales + 4 * R;
     __m512i dot[R][P], high_dot[R][P];
@@ -120,7 +124,6 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
         }
       }
     }
-    scales += W == Weights::kI4Minimum ? 64 : 32;
     x = x_terms + 4 * R;
   }
 #pragma GCC unroll 4

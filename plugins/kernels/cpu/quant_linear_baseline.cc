@@ -2,10 +2,9 @@
 // multiply-adds.
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "float16.h"
-#include "quant_linear_kernels.h"
+#include "quant_linear_prepare.h"
 
 namespace enginebay {
 
@@ -94,11 +93,13 @@ void integer_tile(const TileTask& task) {
   const bool nibbles = layout.format == EB_I4;
   for (int64_t p = 0; p < task.panel_count; ++p) {
     const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
-    const uint8_t* scales = panel + kAlignment;
-    const uint8_t* values = panel + layout.values_offset;
-    const uint8_t* x = task.x;
+    const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
+    const uint8_t* x = task.x + visits_bytes(layout);
     float acc[kTileRows][kPanel] = {};
-    for (int64_t b = 0; b < layout.blocks; ++b) {
+    for (int32_t v = 0; v < visits[0]; ++v) {
+      const size_t b = static_cast<size_t>(visits[1 + v]);
+      const uint8_t* scales = panel + kAlignment + b * block_scales_bytes(layout);
+      const uint8_t* values = panel + layout.values_offset + b * block_values_bytes(layout);
       const uint8_t* x_scales = x + rows * layout.block;
       const uint8_t* x_terms = x_scales + 4 * rows;
       int32_t dot[kTileRows][kPanel];
@@ -125,7 +126,6 @@ void integer_tile(const TileTask& task) {
           if (Minimum) acc[r][c] += fp16_to_float(load<uint16_t>(scales + 32 + 2 * c)) * x_term;
         }
       }
-      scales += Minimum ? 64 : 32;
       x = x_terms + 4 * rows;
     }
     for (int r = 0; r < rows; ++r) {
@@ -144,37 +144,39 @@ void widen(const uint8_t* weights, int64_t count, float* out) {
     out[i] = Format::load(weights + static_cast<size_t>(i) * Format::kBytes);
 }
 
-void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
-  const int block = layout.block;
-  const size_t step = static_cast<size_t>(rows) * static_cast<size_t>(block + 8);
-  for (int r = 0; r < rows; ++r) {
-    uint8_t* out = tile;
-    for (int64_t b = 0; b < layout.blocks; ++b, out += step) {
-      const float* from = x + r * layout.in_features + b * block;
-      uint32_t largest = 0;
-      for (int i = 0; i < block; ++i) {
-        const uint32_t bits = float_to_bits(from[i]) & 0x7fffffffu;
-        if (bits > largest) largest = bits;
-      }
-      const float amax = bits_to_float(largest);
-      const bool finite = largest < 0x7f800000u, zero = !finite || amax < kSmallest;
-      const float inverse = zero ? 0.0f : 127.0f / amax;
-      int32_t total = 0;
-      for (int i = 0; i < block; ++i) {
-        const int q = finite ? static_cast<int>(std::nearbyint(from[i] * inverse)) : 0;
-        out[static_cast<size_t>((i / 4 * rows + r) * 4 + i % 4)] = static_cast<uint8_t>(q);
-        total += q;
-      }
-      const float scale = finite ? (zero ? 0.0f : amax / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-      float* scales = reinterpret_cast<float*>(out + static_cast<size_t>(rows) * static_cast<size_t>(block));
-      scales[r] = scale;
-      if (layout.minimum) {
-        scales[rows + r] = scale * static_cast<float>(total);
-      } else {
-        reinterpret_cast<int32_t*>(scales)[rows + r] = -weight_offset(layout) * total;
-      }
-    }
+struct Scalar {
+  static float sum_squares(const float* x, int64_t count) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; ++i) sum += x[i] * x[i];
+    return sum;
   }
+
+  static float largest(const float* x, int count) {
+    uint32_t most = 0;  // as integers, NaN comes after infinity and that after the rest
+    for (int i = 0; i < count; ++i) {
+      const uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
+      if (bits > most) most = bits;
+    }
+    return bits_to_float(most);
+  }
+
+  static int quantise(const float* x, int count, float inverse, float scale, uint8_t* out, size_t stride,
+                      float* rest) {
+    int total = 0;
+    for (int i = 0; i < count; ++i) {
+      const float q = std::nearbyint(x[i] * inverse);
+      out[static_cast<size_t>(i / 4) * stride + static_cast<size_t>(i % 4)] =
+          static_cast<uint8_t>(static_cast<int>(q));
+      // In double the product is exact, as in the other tables' fused operation.
+      rest[i] = static_cast<float>(static_cast<double>(x[i]) - static_cast<double>(scale) * q);
+      total += static_cast<int>(q);
+    }
+    return total;
+  }
+};
+
+void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  IntegerRows<Scalar>{layout, rows, tile}.prepare(x);
 }
 
 }  // namespace

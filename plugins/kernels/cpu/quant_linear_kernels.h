@@ -1,7 +1,7 @@
 // The inner loops of QuantLinear, one table per ISA (quant_linear_<isa>.cc). Every kernel of a table computes
 // an output element by the same operations in the same order, whatever the number of rows.
 //
-// Integer formats, block after block, each dot being exact:
+// Integer formats, visit after visit to a block, each dot being exact:
 //   acc = fma(scale_w * scale_x, float(dot), acc); acc = fma(minimum, term, acc)
 // and then y = acc * multiplier (+ bias).
 //
@@ -63,6 +63,12 @@ constexpr float kSmallest = 0x1p-100f;
 static inline int32_t weight_offset(const QuantLinearLayout& layout) {
   return layout.format == EB_I8 ? 128 : 8;
 }
+
+// Bytes of a panel's values and scales of one block.
+static inline size_t block_values_bytes(const QuantLinearLayout& layout) {
+  return static_cast<size_t>(layout.block * kPanel) / (layout.format == EB_I4 ? 2 : 1);
+}
+static inline size_t block_scales_bytes(const QuantLinearLayout& layout) { return layout.minimum ? 64 : 32; }
 
 extern const QuantLinearKernels kQuantLinearBaseline, kQuantLinearAvx2, kQuantLinearAvx512Vnni;
 

@@ -19,9 +19,12 @@
 // Rows of x are cut into tiles of R <= 8 rows:
 //
 //   float formats   x [K][R] fp32
-//   i8, i4          blocks [K/A] of { q [A/4][R][4] int8, scale [R] fp32, term [R] }, x = scale*q
-//                   where term is the fp32 scale*sum(q) for the minimum, or the int32 -8*sum(q) (i4) or
-//                   -128*sum(q) (i8) that turns the stored unsigned weights into signed ones
+//   i8, i4          visits: their count and the block each is to, int32; from the next 64 bytes on, for each
+//   visit
+//                   { q [A/4][R][4] int8, scale [R] fp32, term [R] }, x = scale*q, summed over a block's
+//                   visits (one or two, quant_linear_prepare.h), where term is the fp32 scale*sum(q) for the
+//                   minimum, or the int32 -8*sum(q) (i4) or -128*sum(q) (i8) that turns the stored unsigned
+//                   weights into signed ones
 #ifndef ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 #define ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 
@@ -61,12 +64,21 @@ static inline size_t weight_bytes(const QuantLinearLayout& layout) {
 
 static inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+// Bytes of the list of visits, two to each block at most.
+static inline size_t visits_bytes(const QuantLinearLayout& layout) {
+  return align_up((1 + 2 * static_cast<size_t>(layout.blocks)) * sizeof(int32_t));
+}
+
+// Bytes of one visit's codes, scales and terms.
+static inline size_t visit_bytes(const QuantLinearLayout& layout, int rows) {
+  return static_cast<size_t>(rows) * static_cast<size_t>(layout.block + 8);
+}
+
 // Bytes of a prepared tile.
 static inline size_t tile_bytes(const QuantLinearLayout& layout, int rows) {
-  const size_t row = layout.integer
-                         ? static_cast<size_t>(layout.blocks) * static_cast<size_t>(layout.block + 8)
-                         : 4 * static_cast<size_t>(layout.in_features);
-  return align_up(row * static_cast<size_t>(rows));
+  if (!layout.integer)
+    return align_up(4 * static_cast<size_t>(layout.in_features) * static_cast<size_t>(rows));
+  return visits_bytes(layout) + align_up(2 * static_cast<size_t>(layout.blocks) * visit_bytes(layout, rows));
 }
 
 // Validates the context and the descriptor.
