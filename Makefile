@@ -11,11 +11,13 @@ QUANT ?= int4
 OUT ?= build/engine
 REPO ?= build/repo
 PROMPT ?=
+CUDA_ARCH ?= 90
+SUBSET ?= all
 ENGINE ?= build/quickstart/engine
 EXPORTED = build/exported/$(notdir $(patsubst %/,%,$(MODEL)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv plugins quickstart test lint types format bench build-engine package serve client clean
+.PHONY: help venv plugins plugins-cuda test-gpu quickstart test lint types format bench build-engine package serve client clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +40,14 @@ venv: $(VENV)/.dev  ## make .venv with everything
 
 plugins: $(VENV)/.serve  ## compile the CPU plugin library
 	@$(BIN)/python -m enginebay.plugins.build
+
+plugins-cuda: $(VENV)/.serve  ## compile the CUDA plugin library; needs nvcc 13, no GPU. CUDA_ARCH=90 SUBSET=all|ci
+	@$(PIP) --no-deps nvidia-cublas==13.0.2.14
+	@$(BIN)/python -m enginebay.plugins.build_cuda --arch $(CUDA_ARCH) --subset $(SUBSET)
+
+test-gpu: $(VENV)/.dev plugins-cuda  ## build, tests and benchmarks of the CUDA kernels, then one table; needs an NVIDIA GPU
+	@$(BIN)/python -m pytest -q tests/gpu tests/plugins/test_cuda_host.py
+	@$(BIN)/python benchmarks/kernels.py
 
 quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed answers
 	@$(BIN)/enginebay quickstart

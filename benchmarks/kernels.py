@@ -1,8 +1,10 @@
-"""The CUDA kernels against the ceilings of the machine they run on: `python benchmarks/kernels.py [--only int4,…]`.
+"""The CUDA kernels against the ceilings of their machine: `python benchmarks/kernels.py [--only int4,…]`.
 
-Ceilings (copy bandwidth, matrix rates) are measured first, in the same run. Every figure is the median over graph
-replays; weights and caches rotate over at least four times the L2. torch's own ops are beside ours.
+Ceilings (copy bandwidth, matrix rates) are measured first, in the same run. Every figure is the median over
+graph replays; weights and caches rotate over at least four times the L2. torch's own ops are beside ours.
 """
+
+# ruff: noqa: B023 (every closure runs before its loop goes on)
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from cuda_library import FORMATS, CudaLibrary, MoeDesc
@@ -204,9 +206,7 @@ def prefill(library: CudaLibrary, top: Ceilings) -> Iterator[Row]:
         ours = timed([lambda: library.attention(step.desc, step.inputs, out, workspace)], 7)
         q = torch.randn(1, heads, length, dim, device="cuda").bfloat16()
         kv = torch.randn(1, kv_heads, length, dim, device="cuda").bfloat16()
-        theirs = timed(
-            [lambda: F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)], 7
-        )
+        theirs = timed([lambda: scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)], 7)
         flops = 2 * 2 * length * length / 2 * heads * dim
         yield Row(
             f"prefill {length} causal {heads}:{kv_heads} D={dim} bf16",
@@ -305,7 +305,8 @@ def main() -> int:
         return 1
     library, top = CudaLibrary(), ceilings()
     print(
-        f"{torch.cuda.get_device_name()}: copy {top.copy / 1e12:.2f} TB/s, bf16 {top.bf16 / 1e12:.0f}, fp8 {top.fp8 / 1e12:.0f} TFLOP/s"
+        f"{torch.cuda.get_device_name()}: copy {top.copy / 1e12:.2f} TB/s, "
+        f"bf16 {top.bf16 / 1e12:.0f}, fp8 {top.fp8 / 1e12:.0f} TFLOP/s"
     )
     rows = []
     for name, section in SECTIONS.items():

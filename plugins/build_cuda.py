@@ -1,8 +1,8 @@
 """Compile the CUDA kernel library: `python -m enginebay.plugins.build_cuda [--arch 90] [--subset ci]`.
 
-Every `.cu` file of kernels/cuda becomes one object, attention_instance.cu one for each entry of `ATTENTION`. The
-CUDA runtime is linked statically, so the library loads on machines without a GPU, where its host side (plans,
-sizes, packing, validation) works.
+Every `.cu` file of kernels/cuda becomes one object, attention_instance.cu one for each entry of `ATTENTION`.
+The CUDA runtime is linked statically, so the library loads on machines without a GPU, where its host side
+(plans, sizes, packing, validation) works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from enginebay.plugins.build import _call as call
 LIBRARY = HERE / "lib" / "libenginebay_cuda.so"
 SOURCES = HERE / "kernels" / "cuda"
 INSTANCE = "attention_instance"
-OPS = ("PagedAttention", "QuantLinear", "Embedding", "AddRMSNorm", "GatedActivation", "QuantMoE", "SpecVerify", "Sample")
+OPS = (
+    "PagedAttention",
+    "QuantLinear",
+    "Embedding",
+    "AddRMSNorm",
+    "GatedActivation",
+    "QuantMoE",
+    "SpecVerify",
+    "Sample",
+)
 
 # sm_90 and sm_100 kernels use instructions that exist on that very architecture only.
 ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a", 100: "100a", 120: "120a"}
@@ -34,7 +43,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Attention:
-    """One instantiation of PagedAttention: dtypes of queries and cache, head size; `ci` ones compile everywhere."""
+    """One instantiation of PagedAttention: dtypes of queries and cache, head size; `ci`: CI builds it too."""
 
     io: str
     cache: str
@@ -80,7 +89,7 @@ def _compiler() -> str:
 
 
 def cublas_include(nvcc: str) -> Path:
-    """The folder of cublasLt.h: `CUBLAS_INCLUDE`, the toolkit's, or the nvidia-cublas wheel's. BuildError if absent."""
+    """Where cublasLt.h is: `CUBLAS_INCLUDE`, the toolkit or the nvidia-cublas wheel; else BuildError."""
     candidates = [Path(nvcc).resolve().parent.parent / "include", Path("/usr/local/cuda/include")]
     if wish := os.environ.get("CUBLAS_INCLUDE"):
         candidates.insert(0, Path(wish))

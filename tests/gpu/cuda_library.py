@@ -1,4 +1,4 @@
-"""The CUDA kernel library over torch tensors: one method an op, outputs and workspaces poisoned before each call."""
+"""The CUDA library over torch tensors: one method an op, outputs and workspaces poisoned before each call."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class CudaLibrary:
         if status:
             raise LibraryError(status, message.value.decode(errors="replace") or f"{name}: status {status}")
 
-    # QuantLinear ------------------------------------------------------------------------------------------------
+    # QuantLinear
 
     @staticmethod
     def linear_desc(
@@ -203,7 +203,7 @@ class CudaLibrary:
         )
         return y
 
-    # PagedAttention ---------------------------------------------------------------------------------------------
+    # PagedAttention
 
     def attention_workspace(self, desc: Any, tokens: int, sequences: int) -> Tensor:
         ints, size = c_size_t(), c_size_t()
@@ -248,7 +248,7 @@ class CudaLibrary:
         )
         return out
 
-    # SpecVerify -------------------------------------------------------------------------------------------------
+    # SpecVerify
 
     def spec_workspace(self, desc: Any, sequences: int, rows: int) -> Tensor:
         size = c_size_t()
@@ -273,7 +273,7 @@ class CudaLibrary:
             workspace = self.spec_workspace(desc, sequences, rows)
         if outputs is None:
             shapes = ((sequences,), (sequences, max_depth), (sequences,))
-            outputs = tuple(torch.full(s, -77, dtype=torch.int32, device="cuda") for s in shapes)  # type: ignore[assignment]
+            outputs = tuple(torch.full(s, -77, dtype=torch.int32, device="cuda") for s in shapes)
         assert outputs is not None
         args = SpecArgs(
             *(sequences, rows, pointer(logits)),
@@ -289,7 +289,7 @@ class CudaLibrary:
         )
         return outputs
 
-    # QuantMoE ---------------------------------------------------------------------------------------------------
+    # QuantMoE
 
     def expert_strides(self, desc: Any) -> tuple[int, int]:
         up, down = c_size_t(), c_size_t()
@@ -323,7 +323,7 @@ class CudaLibrary:
         )
         return y
 
-    # Elementwise ------------------------------------------------------------------------------------------------
+    # Elementwise
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float

@@ -1,4 +1,4 @@
-"""What SpecVerify and Sample compute, in float64 numpy, drawing the same random numbers (include/enginebay/spec_verify.h)."""
+"""What SpecVerify and Sample compute, in float64 numpy, drawing the same random numbers."""
 
 from __future__ import annotations
 

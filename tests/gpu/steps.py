@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step looks like. `lengths` are (new tokens, tokens in the cache once they are written) a sequence."""
+    """What a step looks like. `lengths`: (new tokens, tokens cached once they are written) a sequence."""
 
     lengths: tuple[tuple[int, int], ...]
     heads: int = 8
@@ -151,7 +151,7 @@ def encode(values: Tensor, dtype: torch.dtype, scales: Tensor) -> Tensor:
 
 
 def expected(step: Step, cache_after: Tensor) -> Tensor:
-    """The answer in float64 from the cache as the kernel left it, so that its rounding is not counted twice."""
+    """The answer in float64, from the cache as the kernel left it: its rounding is not counted twice."""
     s, inputs = step.shape, step.inputs
     qkv = inputs["qkv"]
     assert qkv is not None
@@ -168,10 +168,10 @@ def expected(step: Step, cache_after: Tensor) -> Tensor:
             assert scales is not None
             rows = rows * scales[None, :, :, None].double()
         keys, values = rows[:, 0].repeat_interleave(group, 1), rows[:, 1].repeat_interleave(group, 1)
-        score = torch.einsum("qhd,khd->hqk", queries[at : at + q], keys) * step.desc.scale  # type: ignore[attr-defined]
+        score = torch.einsum("qhd,khd->hqk", queries[at : at + q], keys) * step.desc.scale
         if s.softcap:
             score = s.softcap * torch.tanh(score / s.softcap)
-        position = inputs["position_ids"][at : at + q].long()  # type: ignore[index]
+        position = inputs["position_ids"][at : at + q].long()
         slot = torch.arange(kv - q, kv, device=qkv.device)
         seen = torch.ones(q, kv, dtype=torch.bool, device=qkv.device)
         if s.tree:
@@ -186,7 +186,7 @@ def expected(step: Step, cache_after: Tensor) -> Tensor:
             seen &= own[:, None] - key_position[None] < s.window
         score = score.masked_fill(~seen, -math.inf)
         if s.sinks:
-            sink = inputs["sinks"].double()[:, None, None].expand(-1, q, 1)  # type: ignore[union-attr]
+            sink = inputs["sinks"].double()[:, None, None].expand(-1, q, 1)
             probability = torch.softmax(torch.cat([score, sink], -1), -1)[..., :-1]
         else:
             probability = torch.softmax(score, -1)
@@ -198,15 +198,15 @@ def expected(step: Step, cache_after: Tensor) -> Tensor:
 def rotated(step: Step, first: int, count: int) -> Tensor:
     """Heads [first, first + count) of qkv after norm and RoPE, float64 [T, count, D]."""
     s, inputs = step.shape, step.inputs
-    x = inputs["qkv"].view(-1, s.heads + 2 * s.kv_heads, s.head_dim)[:, first : first + count].double()  # type: ignore[union-attr]
+    x = inputs["qkv"].view(-1, s.heads + 2 * s.kv_heads, s.head_dim)[:, first : first + count].double()
     if s.norm:
         weight = inputs["q_norm" if first == 0 else "k_norm"]
         assert weight is not None
         x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     if inputs["rope_cos"] is None:
         return x
-    position = inputs["position_ids"].long()  # type: ignore[union-attr]
-    cos, sin = (inputs[name][position].double()[:, None] for name in ("rope_cos", "rope_sin"))  # type: ignore[index]
+    position = inputs["position_ids"].long()
+    cos, sin = (inputs[name][position].double()[:, None] for name in ("rope_cos", "rope_sin"))
     half = cos.shape[-1]
     y = x.clone()
     first_of, second_of = (

@@ -14,9 +14,11 @@ F16, BF16, F8, I8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.in
 DECODE = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300), (1, 1000), (1, 2049))
 VERIFY = ((5, 5), (4, 40), (7, 600), (16, 16), (1, 77))
 PREFILL = ((64, 64), (100, 100), (1, 33), (65, 200), (129, 1000), (3, 3), (200, 207))
-BUILT = (
-    *((F16, F16, 128), (BF16, BF16, 128), (BF16, F8, 128), (F16, I8, 128), (BF16, BF16, 64)),
-    *((F16, F16, 96), (BF16, I8, 192), (BF16, BF16, 256), (F16, F8, 64)),
+BUILT = tuple(
+    (io, cache, head_dim)
+    for io in (F16, BF16)
+    for cache in (io, F8, I8)
+    for head_dim in (64, 96, 128, 192, 256)
 )
 
 
@@ -54,7 +56,7 @@ def check_cache(step: Step, before: torch.Tensor) -> None:
             rotated(step, s.heads, s.kv_heads)[: len(slots)],
             inputs["qkv"]
             .view(-1, s.heads + 2 * s.kv_heads, s.head_dim)[: len(slots), -s.kv_heads :]
-            .double(),  # type: ignore[union-attr]
+            .double(),
         ],
         1,
     )  # [T, 2, Hkv, D]
@@ -151,7 +153,7 @@ def test_unknown_blocks_slots_and_positions_are_contained(
         for name, spoil in {
             "block_table": lambda t: t[1].fill_(2**30),
             "kv_len": lambda t: t[1:2].fill_(2**30),
-            "position_ids": lambda t: t[first:second].fill_(-5),
+            "position_ids": lambda t, at=slice(first, second): t[at].fill_(-5),
         }.items():
             inputs = {key: None if t is None else t.clone() for key, t in step.inputs.items()}
             spoil(inputs[name])
@@ -161,7 +163,7 @@ def test_unknown_blocks_slots_and_positions_are_contained(
             assert torch.equal(out[second:], good[second:]), name
             assert out[first:second].isnan().any(), name
         inputs = {key: None if t is None else t.clone() for key, t in step.inputs.items()}
-        inputs["slot_mapping"][0] = 2**31 - 1  # type: ignore[index]
+        inputs["slot_mapping"][0] = 2**31 - 1
         library.attention(step.desc, inputs)
         torch.cuda.synchronize()
 
@@ -183,7 +185,7 @@ def test_a_nan_stays_in_its_sequence(library: CudaLibrary, generator: torch.Gene
         )
         assert torch.isfinite(good).all()
         first, second = lengths[0][0], lengths[0][0] + lengths[1][0]
-        step.inputs["qkv"][first] = float("nan")  # type: ignore[index]
+        step.inputs["qkv"][first] = float("nan")
         out = library.attention(step.desc, step.inputs)
         assert torch.equal(out[:first], good[:first])
         assert torch.equal(out[second:], good[second:])
@@ -193,8 +195,8 @@ def test_a_nan_stays_in_its_sequence(library: CudaLibrary, generator: torch.Gene
 def test_a_captured_graph_follows_changed_lengths(library: CudaLibrary, generator: torch.Generator) -> None:
     longest = Shape(((1, 3000), (1, 3000), (1, 3000), (40, 3000)), io=BF16, cache=BF16)
     captured = random_step(longest, generator)
-    tokens, width = captured.inputs["qkv"].shape[0], captured.inputs["block_table"].shape[1]  # type: ignore[union-attr]
-    out = poisoned((tokens, captured.desc.num_heads * captured.desc.head_dim), BF16)  # type: ignore[attr-defined]
+    tokens, width = captured.inputs["qkv"].shape[0], captured.inputs["block_table"].shape[1]
+    out = poisoned((tokens, captured.desc.num_heads * captured.desc.head_dim), BF16)
     workspace = library.attention_workspace(captured.desc, tokens, 4)
     library.attention(captured.desc, captured.inputs, out, workspace)
     torch.cuda.synchronize()
@@ -204,11 +206,11 @@ def test_a_captured_graph_follows_changed_lengths(library: CudaLibrary, generato
     for lengths in (((1, 7), (1, 2999), (1, 64), (40, 41)), ((10, 10), (1, 1), (2, 900), (30, 2000))):
         step = random_step(replace(longest, lengths=lengths), generator)
         for name in ("qkv", "query_start", "kv_len", "slot_mapping", "position_ids"):
-            captured.inputs[name].copy_(step.inputs[name])  # type: ignore[union-attr, arg-type]
-        captured.inputs["block_table"].fill_(-1)  # type: ignore[union-attr]
-        captured.inputs["block_table"][:, : step.inputs["block_table"].shape[1]] = step.inputs["block_table"]  # type: ignore[index, union-attr]
-        captured.inputs["cache"][: step.inputs["cache"].shape[0]] = step.inputs["cache"]  # type: ignore[index, union-attr]
-        assert step.inputs["block_table"].shape[1] <= width  # type: ignore[union-attr]
+            captured.inputs[name].copy_(step.inputs[name])
+        captured.inputs["block_table"].fill_(-1)
+        captured.inputs["block_table"][:, : step.inputs["block_table"].shape[1]] = step.inputs["block_table"]
+        captured.inputs["cache"][: step.inputs["cache"].shape[0]] = step.inputs["cache"]
+        assert step.inputs["block_table"].shape[1] <= width
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
@@ -216,7 +218,7 @@ def test_a_captured_graph_follows_changed_lengths(library: CudaLibrary, generato
         assert (
             relative_error(out.view(-1, 128), expected(captured, captured.inputs["cache"]).view(-1, 128))
             < 2.0**-7 * 1.5
-        )  # type: ignore[arg-type]
+        )
 
 
 def test_scales_of_an_8_bit_cache_are_per_head(library: CudaLibrary, generator: torch.Generator) -> None:
@@ -226,7 +228,7 @@ def test_scales_of_an_8_bit_cache_are_per_head(library: CudaLibrary, generator: 
             Shape(((1, 200), (5, 100)), io=BF16 if cache is F8 else F16, cache=cache), generator
         )
         scales = torch.tensor([[0.02, 0.2], [0.3, 0.03]], device="cuda")
-        size = step.inputs["cache"].shape  # type: ignore[union-attr]
+        size = step.inputs["cache"].shape
         step.inputs["cache_scales"] = scales
         step.inputs["cache"] = encode(torch.randn(size, device="cuda", generator=generator), cache, scales)
         check(library, step)

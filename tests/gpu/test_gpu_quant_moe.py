@@ -135,7 +135,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_matches_the_loop_over_experts(library: CudaLibrary, generator: torch.Generator, rule: str) -> None:
-    moe = Moe(**RULES[rule])  # type: ignore[arg-type]
+    moe = Moe(**RULES[rule])
     experts = Experts(library, moe, generator)
 
     def randn(*size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""SpecVerify and Sample on the GPU: the reference's choices with the same random numbers, and the right distributions."""
+"""SpecVerify and Sample on the GPU: the reference's choices, and the right distributions."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def frequencies(tokens: torch.Tensor, vocab: int) -> np.ndarray:
 
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_the_distribution_is_kept(library: CudaLibrary, greedy_draft: bool) -> None:
-    """p = [.6, .3, .1], q = [.2, .5, .3]: the first token's marginal is p, drafts are accepted with [1, .6, 1/3]."""
+    """p = [.6, .3, .1], q = [.2, .5, .3]: the marginal is p; drafts are accepted with [1, .6, 1/3]."""
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.5, 0.3])
     count, seen, taken, tried = 30000, np.zeros(3), np.zeros(3), np.zeros(3)
     rng = np.random.default_rng()
@@ -246,7 +246,7 @@ def test_the_distribution_is_kept(library: CudaLibrary, greedy_draft: bool) -> N
 
 
 def test_trees_keep_the_distribution(library: CudaLibrary) -> None:
-    """Three siblings drawn from q, one with a child: the first token's marginal is p after top-k and temperature."""
+    """Three siblings drawn from q, one with a child: the marginal is p after top-k and temperature."""
     rng = np.random.default_rng()
     base = np.log(np.array([0.35, 0.25, 0.2, 0.15, 0.05]))
     s = Sampling(0.5, top_k=4)
@@ -308,11 +308,11 @@ def test_a_captured_graph_replays_on_new_logits(library: CudaLibrary) -> None:
     outputs = tuple(
         torch.full(s, -77, dtype=torch.int32, device="cuda") for s in ((rows,), (rows, 0), (rows,))
     )
-    library.spec_verify(logits, rows, workspace=desc_workspace, outputs=outputs, **tensors)  # type: ignore[arg-type]
+    library.spec_verify(logits, rows, workspace=desc_workspace, outputs=outputs, **tensors)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        library.spec_verify(logits, rows, workspace=desc_workspace, outputs=outputs, **tensors)  # type: ignore[arg-type]
+        library.spec_verify(logits, rows, workspace=desc_workspace, outputs=outputs, **tensors)
     for _ in range(3):
         logits.copy_(torch.randn(rows, vocab, device="cuda"))
         outputs[2].fill_(-77)

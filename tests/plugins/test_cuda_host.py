@@ -1,4 +1,4 @@
-"""The CUDA library's host side, which needs no GPU: sizes, packing against numpy, refusals, the table of instances."""
+"""The CUDA library's host side, which needs no GPU: sizes, packing against numpy, refusals, instances."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_int4_round_trip(
 
 
 def test_the_documented_place_of_a_nibble(library: CudaLibrary) -> None:
-    """Layout cuda-i4-m16k64-v1: row 9, column 27 of a tile is word 1 of lane 5, pair 3, odd: bits 28 to 31."""
+    """cuda-i4-m16k64-v1: row 9, column 27 of a tile is word 1 of lane 5, pair 3, odd: bits 28 to 31."""
     values = torch.full((16, 64), 8, dtype=torch.uint8)
     values[9, 27] = 15
     desc = library.linear_desc(64, 16, "i4", F16, 64)

@@ -145,7 +145,7 @@ def test_verification(library: Library, chains: bool, dense: bool) -> None:
 
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_the_distribution_is_kept(library: Library, greedy_draft: bool) -> None:
-    """p = [.6, .3, .1], q = [.2, .5, .3]: the marginal is p; drafts are accepted with [1, .6, 1/3], or p if greedy."""
+    """p = [.6, .3, .1], q = [.2, .5, .3]: the marginal is p; accepted: [1, .6, 1/3], p if greedy."""
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.5, 0.3])
     rng = np.random.default_rng()
     count = 40_000
@@ -170,7 +170,7 @@ def test_the_distribution_is_kept(library: Library, greedy_draft: bool) -> None:
 
 
 def test_mixed_greedy_rows_and_unanswerable_ones(library: Library) -> None:
-    """P03, P07: temperature 0 beside 1 and 1e-6; exact ties take the lowest id; NaN and empty rows give -1."""
+    """P03, P07: temperature 0 beside 1 and 1e-6; ties take the lowest id; NaN and empty rows give -1."""
     logits = np.zeros((5, 9), np.float32)
     logits[:, 3] = logits[:, 7] = 4
     logits[3, 0] = np.nan

@@ -19,14 +19,16 @@ constexpr int kRows = 128;
 
 // MT: rows of x a block takes. Up to 128 of them two pairs of warpgroups share a block, each pair with every
 // other tile of K, because one pair alone would wait for its own latencies.
-template <int MT>
+// Grouped products have blocks enough: there two of them share a multiprocessor instead.
+template <int MT, bool Grouped>
 struct Shape {
-  static constexpr int k_groups = MT >= 256 ? 1 : 2;
+  static constexpr bool pairs = Grouped && MT <= 64;  // two blocks a multiprocessor
+  static constexpr int k_groups = MT >= 256 || pairs ? 1 : 2;
   static constexpr int threads = 256 * k_groups;
   static constexpr int stages = MT >= 128 ? 6 : 8;
   static constexpr int ahead = MT == 128 ? 2 : 4;  // column tiles of W in registers
   static constexpr int fragments =
-      MT == 128 ? 1 : 2;  // sets of A fragments: with two, one is made while one is read
+      MT == 128 || MT == 64 ? 1 : 2;  // sets of A fragments: with two, one is made while one is read
   static constexpr int tile_bytes = MT * 128;
   static constexpr int stage_bytes = k_groups * tile_bytes;
   static constexpr int staged_y_bytes = MT * (kRows * 2 + 16);
@@ -38,18 +40,18 @@ struct Shape {
 // Grouped products: rows of x sorted by whose weights they meet. A tile is {group, first row, end of the
 // group's rows}.
 struct Groups {
-  const int4* tiles;  // null: one product
+  const int4* tiles;
   const int* count;
   int64_t stride;  // bytes from one group's weights to the next's
 };
 
-template <typename T, int MT, int BlockTiles, bool Symmetric>
-__global__ void __launch_bounds__(Shape<MT>::threads, 1)
+template <typename T, int MT, int BlockTiles, bool Symmetric, bool Grouped>
+__global__ void __launch_bounds__(Shape<MT, Grouped>::threads, Shape<MT, Grouped>::pairs ? 2 : 1)
     kernel(const Int4Problem p, const Groups groups, float* const partial,
            const __grid_constant__ CUtensorMap x_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Pair = typename Half16<T>::Pair;
-  using S = Shape<MT>;
+  using S = Shape<MT, Grouped>;
   constexpr int kAhead = S::ahead, kStages = S::stages, kGroups = S::k_groups, kThreads = S::threads;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(Shape<MT>::threads, 1)
   const int tile0 = blockIdx.y * (kRows / 16);
   int m0 = blockIdx.x * MT, m_end = p.m;
   const uint8_t* packed = p.packed;
-  if (groups.tiles != nullptr) {
+  if constexpr (Grouped) {
     let_next_start();
     wait_for_previous();
     if (static_cast<int>(blockIdx.x) >= *groups.count) return;
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(Shape<MT>::threads, 1)
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i, begin + i * kGroups + k_group);
-  if (groups.tiles == nullptr) {
+  if constexpr (!Grouped) {
     let_next_start();
     wait_for_previous();
   }
@@ -254,34 +256,34 @@ inline int splits(int multiprocessors, int64_t m, int n, int k) {
 template <typename T, int MT, int BlockTiles, bool Symmetric>
 eb_status run_groups(const eb_context* context, const Device& device, const Int4Problem& p,
                      const Groups& groups, int most_tiles) {
-  const auto function = kernel<T, MT, BlockTiles, Symmetric>;
+  const auto function = kernel<T, MT, BlockTiles, Symmetric, true>;
   EB_RETURN_IF_CUDA(context, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  Shape<MT>::shared));
+                                                  Shape<MT, true>::shared));
   CUtensorMap x_map;
   EB_RETURN_IF_ERROR(map_rows(
       context, std::is_same_v<T, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       p.x, p.m, p.k, MT, &x_map));
   float* const no_partial = nullptr;
   const dim3 grid(static_cast<unsigned>(most_tiles), static_cast<unsigned>(ceil_div(p.n, kRows)));
-  EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), grid, dim3(Shape<MT>::threads),
-                                    Shape<MT>::shared, 1, function, p, groups, no_partial, x_map));
+  EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), grid, dim3(Shape<MT, true>::threads),
+                                    Shape<MT, true>::shared, 1, function, p, groups, no_partial, x_map));
   return EB_OK;
 }
 
 template <typename T, int MT, int BlockTiles, bool Symmetric>
 eb_status run(const eb_context* context, const Device& device, const Int4Problem& p, float* workspace) {
-  const auto function = kernel<T, MT, BlockTiles, Symmetric>;
+  const auto function = kernel<T, MT, BlockTiles, Symmetric, false>;
   const int slices = splits(device.multiprocessors, p.m, p.n, p.k);
   float* const partial = slices > 1 ? workspace : nullptr;
   EB_RETURN_IF_CUDA(context, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  Shape<MT>::shared));
+                                                  Shape<MT, false>::shared));
   const dim3 grid(ceil_div(p.m, MT), ceil_div(p.n, kRows), slices);
   CUtensorMap x_map;
   EB_RETURN_IF_ERROR(map_rows(
       context, std::is_same_v<T, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       p.x, p.m, p.k, MT, &x_map));
-  EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), grid, dim3(Shape<MT>::threads),
-                                    Shape<MT>::shared, 1, function, p, Groups{}, partial, x_map));
+  EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), grid, dim3(Shape<MT, false>::threads),
+                                    Shape<MT, false>::shared, 1, function, p, Groups{}, partial, x_map));
   if (slices > 1) {
     const int64_t count = int64_t{p.m} * p.n;
     const int blocks =

@@ -6,11 +6,17 @@
 namespace enginebay::cuda {
 namespace {
 
+// On sm_90: from 9 rows on where W has too few row tiles for int4_decode's blocks, else from 17 on.
+bool uses_gemm(int64_t m, int n, int multiprocessors) {
+  return m > 16 || (m > 8 && ceil_div(n, 16) < 4 * multiprocessors);
+}
+
 template <typename T, int BlockTiles, bool Symmetric>
 eb_status by_rows(const eb_context* context, const Device& device, const Int4Problem& p, float* workspace) {
   if (p.m <= 8) return int4_decode::run<T, 1, BlockTiles, Symmetric>(context, device, p);
-  if (p.m <= 16) return int4_decode::run<T, 2, BlockTiles, Symmetric>(context, device, p);
-  if (device.capability == 90) switch (int4_gemm::rows_per_block(p.m)) {
+  const bool gemm = device.capability == 90 && uses_gemm(p.m, p.n, device.multiprocessors);
+  if (p.m <= 16 && !gemm) return int4_decode::run<T, 2, BlockTiles, Symmetric>(context, device, p);
+  if (gemm) switch (int4_gemm::rows_per_block(p.m)) {
       case 32:
         return int4_gemm::run<T, 32, BlockTiles, Symmetric>(context, device, p, workspace);
       case 64:
@@ -177,7 +183,7 @@ __global__ void embed(const uint8_t* packed, int n, int k, int block_size, bool 
 }  // namespace
 
 size_t int4_workspace_bytes(const eb_quant_linear_desc& desc, int64_t rows, int multiprocessors) {
-  if (rows <= 16) return 0;
+  if (!uses_gemm(rows, desc.out_features, multiprocessors)) return 0;
   if (dequantises(desc, rows)) return plain_bytes(desc) + lt_workspace_bytes(plain(desc), rows);
   const int slices = int4_gemm::splits(multiprocessors, rows, desc.out_features, desc.in_features);
   return slices == 1 ? 0 : size_t{4} * slices * rows * desc.out_features;
