@@ -1,4 +1,4 @@
-"""What every peer's script shares: arguments, timing, one JSON row per batch. Runs in the peer's environment."""
+"""What every peer's script shares: arguments, timing, one JSON row a batch. Runs in the peer's environment."""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
         fetch_sample_model(model)
         say(f"saved SmolLM2-135M-Instruct in {model}")
     say("[2/5] export")
-    export.export(model, exported, keep=True)
+    report = export.export(model, exported, keep=True)
+    if report is not None:
+        export.show(report, exported)
     say("[3/5] engine")
     build.build(exported, engine, BuildConfig(quant=args.quant), keep=True)
     say("[4/5] model repository")
