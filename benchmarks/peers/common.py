@@ -1,4 +1,4 @@
-"""What every peer's script shares: arguments, timing, one JSON row a batch. Runs in the peer's environment."""
+"""What every peer's script shares: arguments, timing, one JSON row a batch. It runs in the peer's own place."""
 
 from __future__ import annotations
 
