@@ -1,4 +1,4 @@
-"""What every peer's script shares: arguments, timing, one JSON row a batch. It runs in the peer's own place."""
+"""What every peer's script shares: arguments, timing, a JSON row per batch. For the peer's environment."""
 
 from __future__ import annotations
 

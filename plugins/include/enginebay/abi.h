@@ -33,14 +33,7 @@ typedef enum eb_status {
   EB_INTERNAL = 4
 } eb_status;
 
-typedef enum eb_dtype {
-  EB_F32 = 1,
-  EB_F16 = 2,
-  EB_BF16 = 3,
-  EB_F8E4M3 = 4,
-  EB_I8 = 5,
-  EB_I4 = 6
-} eb_dtype;
+typedef enum eb_dtype { EB_F32 = 1, EB_F16 = 2, EB_BF16 = 3, EB_F8E4M3 = 4, EB_I8 = 5, EB_I4 = 6 } eb_dtype;
 
 /* Runs body(arg, i) for every i in [0, count), in any order, on any threads; returns when all are done. */
 typedef void (*eb_task)(void* arg, size_t index);

@@ -39,10 +39,10 @@ typedef struct eb_moe_desc {
   int32_t num_groups, top_groups; /* 0, 0 or 1, 1: no groups; num_groups divides num_experts */
   float routed_scale;             /* 1: none */
   eb_activation activation;
-  eb_dtype format; /* of the experts' weights, as in eb_quant_linear_desc */
+  eb_dtype format;               /* of the experts' weights, as in eb_quant_linear_desc */
   int32_t block_size, symmetric; /* block_size 0 of an integer format: a whole row of either matrix */
-  eb_dtype io_dtype; /* of x and y */
-  float clamp;       /* 0: none; else gate is at most clamp, up within -clamp..clamp, and */
+  eb_dtype io_dtype;             /* of x and y */
+  float clamp;                   /* 0: none; else gate is at most clamp, up within -clamp..clamp, and */
   float clamp_alpha; /* (up + 1) * gate * sigmoid(clamp_alpha * gate) replaces activation(gate) * up */
 } eb_moe_desc;
 
