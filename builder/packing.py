@@ -15,7 +15,7 @@ from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
 from enginebay.builder.quant.stored import StoredWeights
-from enginebay.builder.weights import WeightMatrix
+from enginebay.builder.weights import WeightMatrix, expert_matrices
 from enginebay.plugins.ops import EXPERT_ALIGNMENT
 
 
@@ -168,7 +168,7 @@ class WeightPacker:
                 tensor=name.removesuffix(".packed"),
                 shape=(len(plans) * rows, columns),
                 format=first.format,
-                method=quantizer.method(first),
+                method=" and ".join(dict.fromkeys(quantizer.method(plan) for plan in plans)),
                 source_bytes=sum(plan.matrix.nbytes for plan in plans),
                 packed_bytes=size,
                 squared_error=lost,
@@ -176,31 +176,6 @@ class WeightPacker:
                 max_error=worst,
             )
         )
-
-
-def expert_matrices(name: str, tensor: ir.TensorProtocol) -> list[WeightMatrix]:
-    """The matrices [N, K] of a weight [experts, N, K], by view: nothing is read."""
-    experts, rows, columns = (int(dim) for dim in tensor.shape.numpy())
-    names = [f"{name}[{expert}]" for expert in range(experts)]
-    if not isinstance(tensor, ir.ExternalTensor):
-        values = tensor.numpy()
-        return [WeightMatrix(label, ir.tensor(values[index])) for index, label in enumerate(names)]
-    size = rows * columns * tensor.dtype.numpy().itemsize
-    return [
-        WeightMatrix(
-            label,
-            ir.ExternalTensor(
-                tensor.location,
-                (tensor.offset or 0) + index * size,
-                size,
-                tensor.dtype,
-                shape=ir.Shape([rows, columns]),
-                name=label,
-                base_dir=tensor.base_dir,
-            ),
-        )
-        for index, label in enumerate(names)
-    ]
 
 
 def _format_attributes(fmt: WeightFormat, block_size: int) -> dict[str, int | float | str]:

@@ -76,6 +76,31 @@ class WeightMatrix:
             yield start, self.rows(start, min(start + step, rows))
 
 
+def expert_matrices(name: str, tensor: ir.TensorProtocol) -> list[WeightMatrix]:
+    """The matrices [N, K] of a weight [experts, N, K], by view: nothing is read."""
+    experts, rows, columns = (int(dim) for dim in tensor.shape.numpy())
+    names = [f"{name}[{expert}]" for expert in range(experts)]
+    if not isinstance(tensor, ir.ExternalTensor):
+        values = tensor.numpy()
+        return [WeightMatrix(label, ir.tensor(values[index])) for index, label in enumerate(names)]
+    size = rows * columns * tensor.dtype.numpy().itemsize
+    return [
+        WeightMatrix(
+            label,
+            ir.ExternalTensor(
+                tensor.location,
+                (tensor.offset or 0) + index * size,
+                size,
+                tensor.dtype,
+                shape=ir.Shape([rows, columns]),
+                name=label,
+                base_dir=tensor.base_dir,
+            ),
+        )
+        for index, label in enumerate(names)
+    ]
+
+
 class SidecarWriter:
     """Writes tensors one after another into a file, each at an aligned offset."""
 

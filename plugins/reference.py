@@ -1,6 +1,7 @@
 """What every operator of the op table means: plain numpy in float64, one row at a time.
 
-Slow and obviously right. Tests compare kernels with these functions; nothing else uses them.
+Slow and obviously right. Tests compare kernels with these functions; calibration routes
+experts with `route`.
 """
 
 from __future__ import annotations

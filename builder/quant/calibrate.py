@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginebay.builder.quant.experts import experts_of, is_moe, shared_columns
 from enginebay.builder.quant.fold import Fold, find_fold, scale_vector
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.gptq import GptqConfig, best_grid, gptq_rows
@@ -73,18 +74,18 @@ class Calibrated:
         self._stored: dict[str, _Stored] = {}
         self._rounding = RoundToNearest()
 
-    def add(self, layer: str, stored: _Stored) -> None:
-        self._stored[layer] = stored
+    def add(self, tensor: str, stored: _Stored) -> None:
+        self._stored[tensor] = stored
 
-    def stored(self, layer: str) -> _Stored | None:
-        return self._stored.get(layer)
+    def stored(self, tensor: str) -> _Stored | None:
+        return self._stored.get(tensor)
 
     def method(self, plan: LayerPlan) -> str:
-        stored = self._stored.get(plan.layer)
+        stored = self._stored.get(plan.matrix.name)
         return self._rounding.method(plan) if stored is None else stored.method
 
     def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
-        stored = self._stored.get(plan.layer)
+        stored = self._stored.get(plan.matrix.name)
         if stored is None:
             yield from self._rounding.rows(plan)
             return
@@ -124,7 +125,9 @@ def calibrate(
     values = run.start()
     read: dict[ir.Value, int] = {}
     for node in nodes:
-        if linear_weight(node) is None:
+        if is_moe(node):
+            session.experts(node, values)
+        elif linear_weight(node) is None:
             run.step(node, values)
         else:
             session.layer(node, values)
@@ -154,33 +157,61 @@ class _Session:
         plan = LayerPlan(name, matrix, self._recipe.format_of(name, matrix.shape))
         weights = matrix.rows(0, matrix.shape[0])
         inputs = self._run.read(x, values)
-        if plan.format.is_float or self._recipe.head_is_rounded(name):
+        if not self._calibrates(plan):
             self._run.linear(node, values, dequantize_rows(quantize_rows(weights, plan.format, matrix.name)))
             return
-        hessian = (inputs.T @ inputs).astype(np.float64)
-        if not np.isfinite(hessian).all():
-            raise QuantizationError(
-                f"layer {name}: its inputs in calibration are not finite, or their squares"
-            )
-        columns = np.ones(matrix.shape[1], np.float32)
-        fold = find_fold(node) if self._recipe.scaling is not None and len(weight.uses()) == 1 else None
-        if fold is not None and self._can_fold(fold):
-            columns = self._scale(fold, Site(plan, weights, inputs, hessian))
-            weights = weights * columns
-            hessian /= np.outer(columns, columns)
-            values[x] = inputs / columns
+        hessian = _hessian(inputs, name)
+        columns, method = np.ones(matrix.shape[1], np.float32), self._recipe.method
+        if self._recipe.scaling is not None:
+            fold = find_fold(node) if len(weight.uses()) == 1 else None
+            if fold is not None and self._can_fold(fold):
+                columns = self._scale(fold, Site(plan, weights, inputs, hessian))
+                weights = weights * columns
+                hessian /= np.outer(columns, columns)
+                values[x] = inputs / columns
+            else:
+                method = f"{method} without scaling"
         rows = self._round(weights, hessian, plan)
-        stored = _Stored(
-            self._scratch / f"{len(list(self._scratch.iterdir()))}",
-            plan.format,
-            self._recipe.method
-            + ("" if self._recipe.scaling is None or fold is not None else ", not scaled"),
-            np.ones(matrix.shape[0], np.float32),
-            columns,
-        )
-        stored.save(rows)
-        self.result.add(name, stored)
+        self._store(plan, rows, method, columns)
         self._run.linear(node, values, dequantize_rows(rows))
+
+    def experts(self, node: ir.Node, values: Values) -> None:
+        """Quantises every expert of a mixture on the tokens routed to it, and computes the mixture's output.
+
+        An expert that no token reached is rounded to nearest, and its method says so. Channels are not
+        scaled: the router and other experts read the same inputs.
+        """
+        matrices, columns = experts_of(node), shared_columns(node)
+
+        def weights_of(part: str, expert: int, inputs: Float32) -> Float32:
+            matrix, layer = matrices[part][expert], f"{node.name}.{part}"
+            fmt = self._recipe.format_of(layer, (matrix.shape[0], columns))
+            plan = LayerPlan(layer, matrix, fmt)
+            weights = matrix.rows(0, matrix.shape[0])
+            if not self._calibrates(plan):
+                return dequantize_rows(quantize_rows(weights, fmt, matrix.name))
+            scaled = "" if self._recipe.scaling is None else " without scaling"
+            if len(inputs):
+                rows, method = (
+                    self._round(weights, _hessian(inputs, matrix.name), plan),
+                    self._recipe.method + scaled,
+                )
+            else:
+                rows, method = quantize_rows(weights, fmt, matrix.name), "rtn where no token came"
+            self._store(plan, rows, method, np.ones(matrix.shape[1], np.float32))
+            return dequantize_rows(rows)
+
+        self._run.experts(node, values, weights_of)
+
+    def _calibrates(self, plan: LayerPlan) -> bool:
+        """Floats and E4M3 are rounded to nearest, and so is a head of 8 bits."""
+        return plan.format.kind in ("i4", "i8") and not self._recipe.head_is_rounded(plan.layer)
+
+    def _store(self, plan: LayerPlan, rows: QuantizedRows, method: str, columns: Float32) -> None:
+        folder = self._scratch / str(len(list(self._scratch.iterdir())))
+        stored = _Stored(folder, plan.format, method, np.ones(plan.matrix.shape[0], np.float32), columns)
+        stored.save(rows)
+        self.result.add(plan.matrix.name, stored)
 
     def _round(self, weights: Float32, hessian: NDArray[np.float64], plan: LayerPlan) -> QuantizedRows:
         rounding, fmt = self._recipe.rounding, plan.format
@@ -194,7 +225,11 @@ class _Session:
         """A norm always can; a linear layer if its own weights are quantised and in the scratch folder."""
         if linear_weight(fold.node) is None:
             return True
-        return fold.node.name is not None and self.result.stored(fold.node.name) is not None
+        return self._producer(fold) is not None
+
+    def _producer(self, fold: Fold) -> _Stored | None:
+        weight = linear_weight(fold.node)
+        return None if weight is None or weight.name is None else self.result.stored(weight.name)
 
     def _scale(self, fold: Fold, site: Site) -> Float32:
         """Chooses the scale of the layer's columns [K] and folds its inverse into the producer."""
@@ -205,8 +240,7 @@ class _Session:
             for position in range(1, len(fold.node.inputs)):
                 scale_vector(self._graph, fold.node, position, inverse)
         else:
-            assert fold.node.name is not None
-            stored = self.result.stored(fold.node.name)
+            stored = self._producer(fold)
             assert stored is not None
             stored.scale_rows(fold.first, inverse)
             if len(fold.node.inputs) > 2 and fold.node.inputs[2] is not None:
@@ -214,3 +248,11 @@ class _Session:
                 factor[fold.first : fold.first + len(inverse)] = inverse
                 scale_vector(self._graph, fold.node, 2, factor)
         return scale[fold.channel]
+
+
+def _hessian(inputs: Float32, name: str) -> NDArray[np.float64]:
+    """inputs^T inputs [K, K]; QuantizationError naming the layer where it is not finite."""
+    hessian = (inputs.T @ inputs).astype(np.float64)
+    if not np.isfinite(hessian).all():
+        raise QuantizationError(f"layer {name}: its inputs in calibration are not finite, or their squares")
+    return hessian

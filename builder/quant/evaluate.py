@@ -5,13 +5,14 @@ Weights alone are quantised here: what a target does to activations is `engineba
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginebay.builder.quant.experts import experts_of, is_moe, shared_columns
 from enginebay.builder.quant.interpreter import (
     ROWS,
     Batch,
@@ -23,10 +24,10 @@ from enginebay.builder.quant.interpreter import (
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.rtn import dequantize_rows
+from enginebay.builder.weights import WeightMatrix
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
-WeightsOf = Callable[[ir.Node], Float32]
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,38 @@ class ModelError:
     greedy_match: float
 
 
-def exact_weights(node: ir.Node) -> Float32:
-    """The weights [N, K] of linear layer `node` as the checkpoint has them."""
-    weight = linear_weight(node)
-    assert weight is not None
-    matrix = weight_matrix(weight)
+class WeightsOf(Protocol):
+    """Weights [N, K] of a linear layer, or of one expert's `part` of a mixture."""
+
+    def __call__(self, node: ir.Node, part: str = "", expert: int = 0) -> Float32: ...
+
+
+def exact_weights(node: ir.Node, part: str = "", expert: int = 0) -> Float32:
+    """As the checkpoint has them."""
+    matrix = _matrix(node, part, expert)
     return matrix.rows(0, matrix.shape[0])
 
 
 def quantised_weights(quantizer: Quantizer, recipe: Recipe) -> WeightsOf:
-    """The weights [N, K] that an engine of `recipe` multiplies by."""
+    """What an engine of `recipe` multiplies by."""
 
-    def weights(node: ir.Node) -> Float32:
-        weight, layer = linear_weight(node), node.name or "linear"
-        assert weight is not None
-        matrix = weight_matrix(weight)
-        plan = LayerPlan(layer, matrix, recipe.format_of(layer, matrix.shape))
+    def weights(node: ir.Node, part: str = "", expert: int = 0) -> Float32:
+        matrix = _matrix(node, part, expert)
+        layer, columns = node.name or "linear", matrix.shape[1]
+        if part:
+            layer, columns = f"{layer}.{part}", shared_columns(node)
+        plan = LayerPlan(layer, matrix, recipe.format_of(layer, (matrix.shape[0], columns)))
         return np.concatenate([dequantize_rows(chunk.rows) for chunk in quantizer.rows(plan)])
 
     return weights
+
+
+def _matrix(node: ir.Node, part: str, expert: int) -> WeightMatrix:
+    if part:
+        return experts_of(node)[part][expert]
+    weight = linear_weight(node)
+    assert weight is not None
+    return weight_matrix(weight)
 
 
 class Logits:
@@ -86,7 +100,9 @@ class Logits:
         return values[self._graph.outputs[0]].astype(np.float64)
 
     def _node(self, node: ir.Node, values: Values, weights: Float32 | None) -> None:
-        if weights is None:
+        if is_moe(node):
+            self._run.experts(node, values, lambda part, expert, _: self._weights(node, part, expert))
+        elif weights is None:
             self._run.step(node, values)
         else:
             self._run.linear(node, values, weights)

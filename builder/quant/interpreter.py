@@ -16,6 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import through_cast
+from enginebay.builder.quant.experts import PARTS, ExpertWeights, experts_of, is_moe, run_moe
 from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.stored import stored_weights
 from enginebay.builder.weights import WeightMatrix
@@ -111,6 +112,12 @@ class Interpreter:
         if node.domain == ops.DOMAIN and node.op_type == ops.PAGED_ATTENTION.name:
             values[node.outputs[0]] = self._attention(node, values)
             return
+        if is_moe(node):
+            matrices = experts_of(node)
+            self.experts(
+                node, values, lambda part, e, _: matrices[part][e].rows(0, matrices[part][e].shape[0])
+            )
+            return
         compute = _OPS.get(node.op_type) if node.domain == "" else None
         if compute is None:
             raise QuantizationError(
@@ -125,6 +132,15 @@ class Interpreter:
         x, bias = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
         y = self.read(x, values) @ weight.T
         values[node.outputs[0]] = y if bias is None else y + self.read(bias, values)
+
+    def experts(self, node: ir.Node, values: Values, weights: ExpertWeights) -> None:
+        """Computes the mixture of experts `node` with `weights` in the place of its own."""
+        inputs = {
+            param.name: self.read(value, values)
+            for param, value in zip(ops.MOE.inputs, node.inputs, strict=False)
+            if value is not None and param.name not in PARTS
+        }
+        values[node.outputs[0]] = run_moe(node, inputs, weights)
 
     def read(self, value: ir.Value | None, values: Values) -> Array:
         """A computed value, or an initializer as the graph's float32."""
