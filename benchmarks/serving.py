@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="of the engine; comma separated, one table row each")
     parser.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--responses-per-second", type=int, default=None)
+    parser.add_argument("--responses-per-step", type=int, default=None)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--role", choices=("alone", "clients"), help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     from enginebay.triton_repo.package import PackageConfig, package_repo
     from enginebay.triton_repo.server import TritonServer
 
-    rate = {} if args.responses_per_second is None else {"responses_per_second": args.responses_per_second}
+    rate = {} if args.responses_per_step is None else {"responses_per_step": args.responses_per_step}
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repo"
         package_repo(

@@ -1,9 +1,10 @@
 """Responses out: one thread sends what the engine loop produced, in as few responses as may be.
 
 Sending a response costs the server and this process 100 to 300 µs of CPU, mostly in waking threads and cold
-caches, however few bytes it carries. So a stream's outputs are held until its turn: all streams together get
-`responses` a second, and what a stream produced meanwhile goes out as one. First and last outputs never wait.
-Asking whether a client has gone wakes as many threads, so there is a budget for that too.
+caches, however few bytes it carries. So there is a budget of `responses` for each step of the engine, all
+streams together: up to that many streams get every step as it comes, n times as many get n steps at once.
+First and last outputs never wait. Asking whether a client has gone wakes as many threads: `polls` a second,
+in all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from enginebay.triton_repo.runtime.request import Output
 from enginebay.triton_repo.runtime.text import TextTokenizer
 
 _IDLE = 0.5  # seconds between two looks at anything when nothing happens
+_LONGEST = 0.5  # seconds that an output waits at most
 
 
 @dataclass
@@ -37,9 +39,9 @@ class _Stream:
 class Responder:
     """Owns the response senders. `deliver` is the engine loop's sink and returns at once.
 
-    `responses` and `polls` are budgets per second. `patience` is the seconds that requests without streaming
-    get: over HTTP the server does not see their clients go. `cancel` is called once with the id of each
-    request whose client has gone. `tick` is called between sends, at least twice a second.
+    `patience` is the seconds that requests without streaming get: over HTTP the server does not see their
+    clients go. `cancel` is called once with the id of each request whose client has gone. `tick` is called
+    between sends, at least twice a second.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Responder:
         self._urgent = False  # a first or last output is among it
         self._closing = False
         self._flushed = self._polled = 0.0
+        self._steps = 0  # since the last turn of all
         self._thread = threading.Thread(target=self._run, name="enginebay-responder", daemon=True)
         self._thread.start()
 
@@ -92,7 +95,6 @@ class Responder:
     def deliver(self, outputs: Sequence[Output]) -> None:
         """Takes the outputs of one step. Outputs of ids that were never opened are dropped."""
         with self._lock:
-            was_ready = bool(self._ready)
             for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is None:
@@ -102,7 +104,8 @@ class Responder:
                     self._ready.add(output.request_id)
                 if output.final or (stream.wanted.stream and not stream.sent_at):
                     self._urgent = True
-            if self._urgent or (self._ready and not was_ready):
+            self._steps += 1
+            if self._urgent or self._turn_has_come():
                 self._wake.notify()
 
     def give_up(self, message: str) -> None:
@@ -146,16 +149,18 @@ class Responder:
             live = len(self._streams)
             if self._closing and not live:
                 return False
-            flush_at = self._flushed + live / self._responses
             poll_at = self._polled + live / self._polls
-            wake_at = min(flush_at if self._ready else now + _IDLE, poll_at if live else now + _IDLE)
-            if not self._urgent and wake_at > now:
+            wake_at = min(
+                self._flushed + _LONGEST if self._ready else now + _IDLE, poll_at if live else now + _IDLE
+            )
+            if not (self._urgent or self._turn_has_come()) and wake_at > now:
                 self._wake.wait(wake_at - now)
                 now = time.monotonic()
-            everything = now >= flush_at
+            everything = self._turn_has_come() or now >= self._flushed + _LONGEST
             batch = self._take(everything=everything)
-        if everything and batch:
-            self._flushed = now
+            if everything:
+                self._flushed = now
+                self._steps = 0
         for id, stream, outputs in batch:
             self._respond(id, stream, outputs)
         if now >= poll_at:
@@ -163,6 +168,10 @@ class Responder:
             self._poll()
         self._tick(live > 0)
         return True
+
+    def _turn_has_come(self) -> bool:
+        """Whether the budget of the steps since the last turn covers every stream. The lock is held."""
+        return bool(self._ready) and self._steps * self._responses >= len(self._streams)
 
     def _take(self, *, everything: bool) -> list[tuple[str, _Stream, list[Output]]]:
         """What to send now. The lock is held."""

@@ -66,7 +66,7 @@ class Service:
         self._responder = Responder(
             pb_utils,
             self._tokenizer,
-            responses=settings.responses_per_second,
+            responses=settings.responses_per_step,
             polls=settings.polls_per_second,
             patience=settings.unary_timeout_seconds,
             cancel=self._loop.cancel,

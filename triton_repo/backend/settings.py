@@ -29,7 +29,7 @@ class ServingSettings:
     max_step_tokens       tokens of a step; auto: 256, so that a long prompt delays other streams only briefly
     max_waiting           requests that may wait; more are refused
     prefix_caching        reuse blocks of equal prefixes
-    responses_per_second  of all streams together; what a stream makes between two of its own goes out as one
+    responses_per_step    of all streams together; what a stream makes between two of its own goes out as one
     polls_per_second      how often in all the server is asked whether a stream's client has gone
     unary_timeout_seconds  of requests without streaming: Triton does not see an HTTP client leave those
     """
@@ -42,8 +42,8 @@ class ServingSettings:
     max_step_tokens: int | None = None
     max_waiting: int = 1024
     prefix_caching: bool = True
-    responses_per_second: int = 160
-    polls_per_second: int = 100
+    responses_per_step: int = 4
+    polls_per_second: int = 64
     unary_timeout_seconds: int = 600
 
     def __post_init__(self) -> None:
