@@ -32,6 +32,7 @@ _HARMLESS = frozenset(
         "cache_position",
         "use_cache",
         "output_attentions",
+        "output_router_logits",
         "is_causal",
         "past_key_values",
     ]
@@ -194,7 +195,10 @@ def _attention_facts(model: Any, count: int) -> list[Attention]:
         return torch.zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     with torch.inference_mode(), _attention(model, look):
-        model(torch.tensor([[0, 1, 2]]), use_cache=False)
+        try:
+            model(torch.tensor([[0, 1, 2]]), use_cache=False)
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedModelError(f"{type(model).__name__} does not run: {error}") from error
     if sorted(step.attentions) != list(range(count)):
         raise UnsupportedModelError(
             f"{type(model).__name__} calls transformers' attention interface in layers "

@@ -82,11 +82,27 @@ def test_a_graph_that_is_not_the_model_is_refused_with_its_layer(
     assert not list(tmp_path.iterdir())
 
 
-def test_attention_that_is_more_than_ours_is_refused(tmp_path: Path) -> None:
-    """Bloom adds ALiBi to its scores and never asks the attention interface."""
-    config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+EXPERTS = {
+    **SMALL,
+    "intermediate_size": 64,
+    "num_key_value_heads": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    # Bloom adds ALiBi to its scores and never asks the attention interface.
+    "alibi": (hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), "in layers .. of 1"),
+    "no_attention": (hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1), "in layers .. of 1"),
+    # A trace would hold the routing of its example alone.
+    "experts": (hf.OlmoeConfig(**EXPERTS), "cannot be traced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_refused(name: str, tmp_path: Path) -> None:
+    config, words = REFUSED[name]
     folder = save(make_model(config), tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="Bloom"):
+    with pytest.raises(UnsupportedModelError, match=words):
         export_traced(folder, tmp_path / "out", plugin_library=library_path())
     assert not (tmp_path / "out").exists()
 
