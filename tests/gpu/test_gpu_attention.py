@@ -10,6 +10,8 @@ from cuda_library import CudaLibrary, poisoned
 from matrices import relative_error
 from steps import Shape, Step, encode, expected, narrow, random_step, rotated
 
+from enginebay.plugins import reference
+
 F16, BF16, F8, I8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 DECODE = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 300), (1, 1000), (1, 2049))
 VERIFY = ((5, 5), (4, 40), (7, 600), (16, 16), (1, 77))
@@ -232,3 +234,34 @@ def test_scales_of_an_8_bit_cache_are_per_head(library: CudaLibrary, generator: 
         step.inputs["cache_scales"] = scales
         step.inputs["cache"] = encode(torch.randn(size, device="cuda", generator=generator), cache, scales)
         check(library, step)
+
+
+@pytest.mark.parametrize("variant", ["mha", "no_rope", "partial_rope", "interleaved", "not_causal", "all"])
+def test_the_oracle_is_the_reference(library: CudaLibrary, generator: torch.Generator, variant: str) -> None:
+    """`steps.expected`, which large steps need, against plugins/reference.py; and the kernel against both."""
+    lengths = ((1, 20), (5, 40), (70, 90))
+    step = random_step(replace(Shape(lengths, io=F16, cache=F16), **VARIANTS[variant]), generator)
+    given = {name: t for name, t in step.inputs.items() if t is not None}
+    arrays = {name: t.cpu().numpy() for name, t in given.items()}
+    arrays["qkv"] = arrays["qkv"].astype("float64")
+    s, desc = step.shape, step.desc
+    answer, cache = reference.paged_attention(
+        **arrays,
+        num_heads=s.heads,
+        num_kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        scale=desc.scale,
+        causal=s.causal,
+        window=s.window,
+        softcap=s.softcap,
+        rope_interleaved=s.interleaved,
+    )
+    out = check(library, step)
+    after = step.inputs["cache"]
+    assert after is not None
+    rows = torch.from_numpy(answer).view(-1, s.head_dim)
+    # The reference's own cache rounds keys and values as the kernel's does.
+    assert (
+        relative_error(expected(step, torch.from_numpy(cache).cuda()).cpu().view(-1, s.head_dim), rows) < 1e-6
+    )
+    assert relative_error(out.cpu().view(-1, s.head_dim), rows) < tolerance(s) * 1.5

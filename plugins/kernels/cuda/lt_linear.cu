@@ -268,7 +268,9 @@ eb_status run(const eb_context* context, const Device& device, const eb_quant_li
   float* const sums = reinterpret_cast<float*>(workspace + s.values + s.scales);
   void* const product_out = after ? static_cast<void*>(sums) : y;
   if (f8) {
-    EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(static_cast<unsigned>(rows)), dim3(256), 0, 1,
+    // A row in one round of the block where it fits.
+    const auto threads = static_cast<unsigned>(min(1024, max(128, ceil_div(d.in_features, 256) * 32)));
+    EB_RETURN_IF_CUDA(context, launch(device, stream, dim3(static_cast<unsigned>(rows)), dim3(threads), 0, 1,
                                       quantise_rows<T>, static_cast<const T*>(x), d.in_features,
                                       reinterpret_cast<__nv_fp8_e4m3*>(workspace), x_scales));
     x = workspace;
