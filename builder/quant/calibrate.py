@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from enginebay.builder.quant.experts import experts_of, is_moe, shared_columns
 from enginebay.builder.quant.fold import Fold, find_fold, scale_vector
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
-from enginebay.builder.quant.gptq import GptqConfig, best_grid, gptq_rows
+from enginebay.builder.quant.gptq import GptqConfig, gptq_rows, rounded_rows
 from enginebay.builder.quant.interpreter import Batch, Interpreter, Values, linear_weight, weight_matrix
 from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
@@ -27,8 +27,6 @@ from enginebay.builder.quant.rtn import (
     dequantize_rows,
     eleven_bits,
     quantize_rows,
-    round_to_grid,
-    split_blocks,
 )
 from enginebay.builder.quant.scaling import Site, channel_scale
 
@@ -217,9 +215,7 @@ class _Session:
         rounding, fmt = self._recipe.rounding, plan.format
         if isinstance(rounding, GptqConfig):
             return gptq_rows(weights, hessian, fmt, plan.matrix.name, rounding)
-        scales, minimums = best_grid(weights, hessian, fmt, rounding.shrinks)
-        values = round_to_grid(split_blocks(weights, fmt), fmt, scales, minimums).reshape(weights.shape)
-        return QuantizedRows(fmt, values, scales, minimums)
+        return rounded_rows(weights, hessian, fmt, rounding.shrinks)
 
     def _can_fold(self, fold: Fold) -> bool:
         """A norm always can; a linear layer if its own weights are quantised and in the scratch folder."""

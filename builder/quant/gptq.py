@@ -8,6 +8,7 @@ H (W-Q)^T).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from enginebay.builder.quant.rtn import (
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+
+ROWS = 4096  # of weights solved together: they do not depend on each other
 
 
 @dataclass(frozen=True)
@@ -54,29 +57,71 @@ def gptq_rows(
     check_finite(weights, name, 0)
     if not np.isfinite(hessian).all():
         raise QuantizationError(f"tensor {name}: calibration gave inputs that are not finite numbers")
-    scales, minimums = best_grid(weights, hessian, fmt, config.shrinks)
-    factor, order = _inverse_factor(hessian, config)
-    block = fmt.scale_block(weights.shape[1])
-    column_scale = np.repeat(scales, block, axis=1)[:, order]
-    column_offset = _offsets(scales, minimums, fmt, block)[:, order]
-    low, high = (-127, 127) if fmt.kind == "i8" else (0, 15)
+    order = _inverse_factor(hessian, config)
+    parts = [
+        _solve(weights[start : start + ROWS], hessian, fmt, order, config)
+        for start in range(0, len(weights), ROWS)
+    ]
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return QuantizedRows(
+        fmt,
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts if part.scales is not None]),
+        np.concatenate(minimums) if minimums else None,
+    )
 
-    left = weights[:, order].T.copy()  # [K, N]: a column of W is contiguous
-    steps = np.empty_like(left)
-    column_scale, column_offset = column_scale.T.copy(), column_offset.T.copy()
+
+@dataclass(frozen=True)
+class _Order:
+    """`factor` [K, K] upper triangular U with U^T U = H^-1 for the columns in `order` [K]."""
+
+    factor: Float32
+    columns: NDArray[np.intp]
+
+
+def _solve(
+    weights: Float32, hessian: Float64, fmt: WeightFormat, order: _Order, config: GptqConfig
+) -> QuantizedRows:
+    """Some rows, a column of all of them at a time."""
+    scales, minimums = best_grid(weights, hessian, fmt, config.shrinks)
+    block = fmt.scale_block(weights.shape[1])
+    low, high = (-127, 127) if fmt.kind == "i8" else (0, 15)
+    steps_of, start_of = scales.T.copy(), _offsets(scales, minimums, fmt).T.copy()  # [blocks, N]
+    factor, where = order.factor, order.columns
+    left = weights[:, where].T.copy()  # [K, N]: a column of W is contiguous
+    values = np.empty(weights.shape, np.int8 if fmt.kind == "i8" else np.uint8)
     columns = len(left)
     for start in range(0, columns, config.column_block):
         stop = min(start + config.column_block, columns)
         errors = np.empty((stop - start, left.shape[1]), np.float32)
         for k in range(start, stop):
-            steps[k] = np.clip(np.rint((left[k] - column_offset[k]) / column_scale[k]), low, high)
-            rounded = steps[k] * column_scale[k] + column_offset[k]
-            errors[k - start] = (left[k] - rounded) / factor[k, k]
+            step, offset = steps_of[where[k] // block], start_of[where[k] // block]
+            chosen = np.clip(np.rint((left[k] - offset) / step), low, high)
+            values[:, where[k]] = chosen
+            errors[k - start] = (left[k] - (chosen * step + offset)) / factor[k, k]
             left[k + 1 : stop] -= factor[k, k + 1 : stop, None] * errors[k - start]
         left[stop:] -= factor[start:stop, stop:].T @ errors
-    values = np.empty(weights.shape, np.int8 if fmt.kind == "i8" else np.uint8)
-    values[:, order] = steps.T
     return QuantizedRows(fmt, values, scales, minimums)
+
+
+def rounded_rows(
+    weights: Float32, hessian: Float64, fmt: WeightFormat, shrinks: tuple[float, ...]
+) -> QuantizedRows:
+    """Weights [N, K] rounded to nearest in the grids of `best_grid`."""
+    values: list[NDArray[Any]] = []
+    grids = []
+    for start in range(0, len(weights), ROWS):
+        part = weights[start : start + ROWS]
+        scales, minimums = best_grid(part, hessian, fmt, shrinks)
+        values.append(round_to_grid(split_blocks(part, fmt), fmt, scales, minimums).reshape(part.shape))
+        grids.append((scales, minimums))
+    lows = [minimums for _, minimums in grids if minimums is not None]
+    return QuantizedRows(
+        fmt,
+        np.concatenate(values),
+        np.concatenate([scales for scales, _ in grids]),
+        np.concatenate(lows) if lows else None,
+    )
 
 
 def loss(difference: Float32, hessian: Float64) -> float:
@@ -130,19 +175,17 @@ def damped(hessian: Float64, damping: float) -> Float64:
     return result
 
 
-def _inverse_factor(hessian: Float64, config: GptqConfig) -> tuple[Float32, NDArray[np.intp]]:
-    """U [K, K] upper triangular with U^T U = H^-1, and the order of columns it is for."""
+def _inverse_factor(hessian: Float64, config: GptqConfig) -> _Order:
     diagonal = np.diag(hessian)
     order = np.argsort(-diagonal, kind="stable") if config.act_order else np.arange(len(diagonal))
     ordered = damped(hessian, config.damping)[np.ix_(order, order)]
     inverse = np.linalg.inv(ordered)
     factor = np.linalg.cholesky((inverse + inverse.T) / 2).T
-    return factor.astype(np.float32), order
+    return _Order(factor.astype(np.float32), order)
 
 
-def _offsets(scales: Float32, minimums: Float32 | None, fmt: WeightFormat, block: int) -> Float32:
-    """[N, K]: what step 0 stands for."""
+def _offsets(scales: Float32, minimums: Float32 | None, fmt: WeightFormat) -> Float32:
+    """[N, blocks]: what step 0 stands for."""
     if minimums is not None:
-        return np.repeat(minimums, block, axis=1)
-    centre = np.float32(8 if fmt.kind == "i4" else 0)
-    return np.repeat(-centre * scales, block, axis=1)
+        return minimums
+    return -np.float32(8 if fmt.kind == "i4" else 0) * scales
