@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,25 @@ class Child:
 def alone(args: argparse.Namespace) -> None:
     from enginebay.triton_repo.runtime.llm import LLM
     from enginebay.triton_repo.runtime.ort_engine import EngineOptions
-    from enginebay.triton_repo.runtime.request import SamplingParams
+    from enginebay.triton_repo.runtime.request import Output, Request, SamplingParams
 
     sampling = SamplingParams(max_tokens=args.new, ignore_eos=True)
-    with LLM.load(args.engine, options=EngineOptions(threads=int(args.threads))) as llm:
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def sink(outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if output.usage is not None:
+                ended.put(output.usage.completion_tokens)
+
+    with LLM.load(args.engine, sink=sink, options=EngineOptions(threads=int(args.threads))) as llm:
         assert llm.tokenizer is not None
 
         def run() -> dict[str, float]:
             began, cpu = time.perf_counter(), time.process_time()
-            prompts = [llm.tokenizer.encode(prompt()) for _ in range(args.streams)]
-            answers = [llm.generate(ids, sampling) for ids in prompts]
-            tokens = sum(out.usage.completion_tokens for answer in answers for out in answer if out.usage)
+            for _ in range(args.streams):
+                text = prompt()
+                llm.loop.submit(Request(text, llm.tokenizer.encode(text), sampling))
+            tokens = sum(ended.get() for _ in range(args.streams))
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
 
