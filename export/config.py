@@ -187,7 +187,8 @@ class Config:
         """Refuses any value of `key` but those `allowed`; absent is allowed."""
         value = self.raw(key, None)
         if value is not None and value not in allowed:
-            raise self.refusal(key, value, f"only {' or '.join(repr(item) for item in allowed)} is supported")
+            reason = f"only {' or '.join(map(repr, allowed))} is supported" if allowed else "is not supported"
+            raise self.refusal(key, value, reason)
 
     def ignore(self, *keys: str) -> None:
         """These keys are known not to matter here."""

@@ -19,6 +19,7 @@ from enginebay.export.families import (
     mistral,
     mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen,
     qwen_moe,
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     mixtral.FAMILY,
     qwen_moe.QWEN2_MOE,
     qwen_moe.QWEN3_MOE,
+    olmoe.FAMILY,
     gpt_oss.FAMILY,
     gpt_oss.MXFP4,
     deepseek.V2,
@@ -75,9 +77,14 @@ def find_family(values: Mapping[str, Any]) -> Family:
                 )
             return family
     known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
-    reason = "" if str(architecture).endswith("ForCausalLM") else " It is not a causal language model."
+    causal = str(architecture).endswith(("ForCausalLM", "LMHeadModel"))
+    reason = (
+        "it may export with --generic, through transformers"
+        if causal
+        else "it is not a causal language model"
+    )
     raise UnsupportedModelError(
-        f"config.json: architecture {architecture!r} is not supported.{reason} Supported: {known}"
+        f"config.json: architecture {architecture!r} is not supported: {reason}. Supported: {known}"
     )
 
 

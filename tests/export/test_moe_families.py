@@ -77,6 +77,11 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         hf.Qwen3MoeConfig,
         {**QWEN, "head_dim": 8, "norm_topk_prob": True, "attention_bias": True},
     ),
+    "olmoe": (hf.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2, "attention_bias": True}),
+    "olmoe_renormalised": (
+        hf.OlmoeConfig,
+        {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
     "gpt_oss": (
         hf.GptOssConfig,
         {
