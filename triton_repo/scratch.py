@@ -1,7 +1,7 @@
 """Scratch folders of servers, and the sweeping up after those that were killed.
 
-Every server has a folder with a lock file that its processes inherit open and locked. While any of them lives
-the lock is held; once it is free, the folder and the shared memory named after it belong to nobody.
+Every server has a folder and beside it a lock file that its processes inherit open and locked. While any of
+them lives the lock is held; once it is free, the folder and the shared memory named after it belong to nobody.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Scratch:
         """A new folder. Sweeps up what killed servers left."""
         base = _base()
         sweep(base)
-        folder = base / secrets.token_hex(6)
-        folder.mkdir()
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return Scratch(folder, lock)
+        while True:
+            folder = base / secrets.token_hex(6)
+            path = _lock_path(folder)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():  # or a sweep of another process got in between
+                folder.mkdir()
+                return Scratch(folder, lock)
+            os.close(lock)
 
     def release(self, timeout: float = 5.0) -> None:
         """Lets go of the lock and removes the folder as soon as no process of the server is left."""
@@ -47,28 +51,35 @@ class Scratch:
         deadline = time.monotonic() + timeout
         while True:
             sweep(self.folder.parent)
-            if not self.folder.exists() or time.monotonic() > deadline:
+            if not _lock_path(self.folder).exists() or time.monotonic() > deadline:
                 return
             time.sleep(0.02)
 
 
 def sweep(base: Path) -> None:
-    """Removes the folders under `base` whose lock is free, with their shared memory."""
-    for folder in base.iterdir():
+    """Removes what belongs to the locks under `base` that nobody holds, and at last the locks."""
+    for path in base.glob("*.lock"):
         try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # being made
+            continue  # swept by another process
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue  # in use
         else:
+            folder = path.with_suffix("")
             for region in _SHARED_MEMORY.glob(_prefix(folder) + "*"):
                 region.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                path.unlink(missing_ok=True)
         finally:
             os.close(lock)
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_suffix(".lock")
 
 
 def _prefix(folder: Path) -> str:

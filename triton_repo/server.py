@@ -98,6 +98,7 @@ class TritonServer:
         self._ended = threading.Event()
         self._reason = ""
         self._stopping = False
+        self._loaded = False
 
     @property
     def http_url(self) -> str:
@@ -150,12 +151,14 @@ class TritonServer:
         self._ended = threading.Event()
         self._reason = ""
         self._stopping = False
+        self._loaded = False
         self._ports = self._choose_ports()
         self._scratch = Scratch.create()
         self._log = self.options.log or self._scratch.folder / "server.log"
         try:
             self._spawn(install)
             self._wait_ready()
+            self._loaded = True
         except BaseException:
             self.stop(drain=False)
             raise
@@ -301,18 +304,22 @@ class TritonServer:
         """Follows the server to its end. A server whose worker died would leave its streams hanging for ever
         and still call itself ready, so it is ended too."""
         workers: list[int] = []
+        dead: set[int] = set()
         for look in itertools.count():
             try:
                 status = process.wait(_WATCH)
             except subprocess.TimeoutExpired:
+                if not self._loaded or self._stopping:  # Triton starts and ends workers of its own accord
+                    continue
                 states = {pid: _stat(Path(f"/proc/{pid}/stat"))[:1] for pid in workers}
-                dead = [pid for pid, state in states.items() if state == ["Z"]]
-                # Looking through all of /proc takes a while. Triton starts workers that end soon, too.
                 if not all(states.values()) or not workers or look % _LOOKS == 0:
-                    workers = self.worker_pids()
-                if dead and not self._stopping:
-                    self._reason = f"its Python worker, process {dead[0]}, died"
+                    workers = self.worker_pids()  # looking through all of /proc takes a while
+                # One that ended in order is dead for a moment, until Triton has taken note.
+                found = {pid for pid, state in states.items() if state == ["Z"]}
+                if found & dead:
+                    self._reason = f"its Python worker, process {min(found & dead)}, died"
                     self._kill()
+                dead = found
                 continue
             self._reason = self._reason or f"exit status {status}"
             self._kill()

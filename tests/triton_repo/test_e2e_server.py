@@ -17,6 +17,7 @@ from asking import Stream, eventually, expected, generate, grpc, idle, post, pro
 from conftest import SETTINGS
 
 from enginebay.triton_repo import server as server_module
+from enginebay.triton_repo.backend.control import ENVIRONMENT
 from enginebay.triton_repo.backend.settings import ServingSettings
 from enginebay.triton_repo.client import ClientError, generate_http
 from enginebay.triton_repo.package import PackageConfig, package_repo
@@ -70,10 +71,6 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def regions(folder: Path) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"enginebay_{folder.name}_*"))
-
-
 def test_sigterm_lets_requests_finish_and_refuses_new_ones(repository: Path, oracle: LLM) -> None:
     served = Served(repository)
     try:
@@ -119,16 +116,18 @@ def test_killing_the_parent_leaves_nothing(repository: Path) -> None:
     try:
         stream = Stream(served, prompt_tensors("Go on", SLOW, stream=True))  # type: ignore[arg-type]
         stream.next()
+        environment = Path(f"/proc/{served.worker}/environ").read_text().split("\0")
+        owner = Path(next(line for line in environment if line.startswith(ENVIRONMENT))).name
         served.process.kill()
         assert eventually(served.gone, 5)
         stream.cancel()
         scratch = Scratch.create()  # what the next start does first
-        left = [path for path in scratch.folder.parent.iterdir() if path != scratch.folder]
+        locks = {path.stem for path in scratch.folder.parent.glob("*.lock")}
+        folders = {path.name for path in scratch.folder.parent.iterdir() if path.is_dir()}
+        # What is left belongs to servers that live, such as other tests'.
+        assert owner not in locks | folders
+        assert {path.name.split("_")[1] for path in Path("/dev/shm").glob("enginebay_*")} <= locks
         scratch.release()
-        owners = [path for path in left if not regions(path)]
-        assert owners == []  # folders that remain belong to servers that live
-        living = {path.name for path in left}
-        assert {path.name.split("_")[1] for path in Path("/dev/shm").glob("enginebay_*")} <= living
     finally:
         served.kill()
 

@@ -72,6 +72,16 @@ def test_scratch_is_kept_while_a_child_holds_the_lock(base: Path) -> None:
     assert not owner.folder.exists()
 
 
+def test_a_sweep_that_was_cut_short_is_finished_by_the_next(base: Path) -> None:
+    dead = Scratch.create()
+    (dead.folder / "backends").mkdir()
+    os.close(dead.lock)
+    for item in dead.folder.iterdir():
+        item.rmdir()  # as far as the killed sweep got
+    Scratch.create().release()
+    assert list(base.iterdir()) == []
+
+
 def test_scratch_refuses_a_folder_by_another_hand(base: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     base.symlink_to(tmp_path / "elsewhere")
