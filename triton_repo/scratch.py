@@ -1,7 +1,8 @@
 """Scratch folders of servers, and the sweeping up after those that were killed.
 
-Every server has a folder and beside it a lock file that its processes inherit open and locked. While any of
-them lives the lock is held; once it is free, the folder and the shared memory named after it belong to nobody.
+Every server has a folder and beside it a lock file that its processes inherit open and locked. While any
+of them lives the lock is held; once it is free, the folder and the shared memory named after it belong to
+nobody.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from asking import Stream, eventually, expected, generate, grpc, idle, post, prompt_tensors
-from conftest import SETTINGS
+from served_model import SETTINGS
 
 from enginebay.triton_repo import server as server_module
 from enginebay.triton_repo.backend.control import ENVIRONMENT
