@@ -122,7 +122,7 @@ def main() -> int:
         if not options.json:
             row = rows[-1]
             print(
-                f"{row.recipe:24} {row.megabytes:7.1f} MB, perplexity {row.perplexity:8.4f}, {row.ratio:.4f}, "
+                f"{row.recipe:24} {row.megabytes:7.1f} MB, perplexity {row.perplexity:.4f}, {row.ratio:.4f}, "
                 f"decode {row.decode_1:.1f} and {row.decode_16:.1f} tok/s",
                 flush=True,
             )

@@ -15,7 +15,7 @@ ALLOWED = {
     "plugins": ("plugins",),
     "export": ("export", "plugins.ops"),
     "builder": ("builder", "export.spec", "plugins"),
-    "triton_repo": ("triton_repo", "builder.manifest", "plugins.load"),
+    "triton_repo": ("triton_repo", "builder.manifest", "plugins.load", "plugins.ops"),
     "cli": ("",),
 }
 # Serving must never pull in what only exporting, building or testing needs.

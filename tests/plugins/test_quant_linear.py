@@ -2,150 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from quant_linear_cases import (
+    ALL,
+    DTYPES,
+    F8,
+    FLOATS,
+    INTEGERS,
+    SMALLEST,
+    Format,
+    emulate,
+    make_layer,
+    quantised_rows,
+)
 
 from enginebay.plugins.load import KernelLibrary, PluginError
-
-Floats = NDArray[np.float32]
-OUTLIER = 5.0  # times the root mean square of its row: such a block of x is visited twice
-SMALLEST = np.float32(2.0**-100)
-
-
-@dataclass(frozen=True)
-class Format:
-    kind: str
-    block: int = 0
-    symmetric: bool = True
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"format": self.kind, "block_size": self.block, "symmetric": self.symmetric}
-
-    @property
-    def integer(self) -> bool:
-        return self.kind in ("i8", "i4")
-
-    def __str__(self) -> str:
-        return f"{self.kind}-{self.block}{'' if self.symmetric else '-min'}"
-
-
-FLOATS = (Format("f32"), Format("f16"), Format("bf16"))
-F8 = tuple(Format("f8", block) for block in (32, 128, 384))
-INTEGERS = (
-    *(Format("i4", block, symmetric) for block in (32, 64, 128) for symmetric in (True, False)),
-    *(Format("i8", block) for block in (32, 64, 128, 384)),
-)
-ALL = [*FLOATS, *F8, *INTEGERS]
-DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Packed weights and what they stand for."""
-
-    fmt: Format
-    n: int
-    k: int
-    packed: NDArray[np.uint8]
-    weights: Floats  # [N, K], from the definition, not from the library
-    q: NDArray[np.int64] | None = None  # signed values
-    scales: Floats | None = None  # [N, K/block]
-    minimums: Floats | None = None
-
-    def run(self, library: KernelLibrary, x: Floats, bias: Floats | None = None) -> Floats:
-        return library.run_linear(x, self.packed, bias, out_features=self.n, **self.fmt.arguments)
-
-
-def make_layer(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.random.Generator) -> Layer:
-    """Random weights whose scales and minimums are halves, so that packing must keep them exactly."""
-    if fmt.kind == "f8":
-        return make_f8_layer(library, fmt, n, k, rng)
-    if not fmt.integer:
-        values = rng.standard_normal((n, k)).astype(DTYPES[fmt.kind])
-        packed = library.pack_linear(values, **fmt.arguments)
-        return Layer(fmt, n, k, packed, values.astype(np.float32))
-    scales = rng.uniform(0.001, 0.02, (n, k // fmt.block)).astype(np.float16).astype(np.float32)
-    minimums = None
-    if fmt.kind == "i8":
-        values = rng.integers(-128, 128, (n, k)).astype(np.int8)
-        q = values.astype(np.int64)
-    else:
-        values = rng.integers(0, 16, (n, k)).astype(np.uint8)
-        q = values.astype(np.int64) - (8 if fmt.symmetric else 0)
-        if not fmt.symmetric:
-            minimums = rng.uniform(-0.2, 0.05, scales.shape).astype(np.float16).astype(np.float32)
-    packed = library.pack_linear(values, scales, minimums, **fmt.arguments)
-    spread = np.repeat(scales, fmt.block, 1)
-    weights = spread * q.astype(np.float32)
-    if minimums is not None:
-        weights = weights + np.repeat(minimums, fmt.block, 1)
-    return Layer(fmt, n, k, packed, weights, q, scales, minimums)
-
-
-def make_f8_layer(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.random.Generator) -> Layer:
-    """Every E4M3 number, zeros and subnormals among them, but NaN."""
-    bits = rng.integers(0, 256, (n, k)).astype(np.uint8)
-    bits[(bits & 0x7F) == 0x7F] = 0x01
-    scales = rng.uniform(0.5, 2, (n, k // fmt.block)).astype(np.float32)
-    packed = library.pack_linear(bits, scales, **fmt.arguments)
-    values = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    return Layer(fmt, n, k, packed, np.repeat(scales, fmt.block, 1) * values)
-
-
-def quantised_rows(x: Floats, block: int) -> tuple[NDArray[np.int64], Floats]:
-    """(q [T, K], scale [T, K/block]) as the kernels' header defines them."""
-    blocks = x.reshape(len(x), -1, block)
-    largest = np.abs(blocks).max(2)
-    scale = (largest / np.float32(127)).astype(np.float32)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(largest < SMALLEST, np.float32(0), np.float32(127) / largest).astype(np.float32)
-    q = np.rint(blocks * inverse[..., None]).astype(np.int64)
-    return q.reshape(x.shape), np.where(largest < SMALLEST, np.float32(0), scale)
-
-
-def visits(x: Floats, block: int) -> list[tuple[NDArray[np.int64], Floats]]:
-    """(q [T, K], scale [T, K/block]) of each visit: the codes, then those of what outliers left over."""
-    q, scale = quantised_rows(x, block)
-    rest = (x - np.repeat(scale, block, 1).astype(np.float64) * q).astype(np.float32)
-    largest = np.abs(x.reshape(len(x), -1, block)).max(2)
-    mean = np.square(x, dtype=np.float64).mean(1, keepdims=True)
-    rms = np.where(mean < SMALLEST, np.inf, np.sqrt(mean))  # squares vanish in fp32
-    return [(q, scale), quantised_rows(rest * np.repeat(largest > OUTLIER * rms, block, 1), block)]
-
-
-def emulate(layer: Layer, x: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(y, bound): the integer formats' arithmetic in float64, and the size of what was added up."""
-    assert layer.q is not None
-    assert layer.scales is not None
-    block = next(b for b in (128, 64, 32) if layer.fmt.block % b == 0)
-    blocks = layer.k // block
-    weight_scales = np.repeat(layer.scales, layer.fmt.block // block, 1).astype(np.float64)
-    y, size = np.zeros((2, len(x), layer.n))
-    for codes, scale in visits(x, block):
-        q = codes.reshape(len(x), blocks, block)
-        dot = np.einsum("tbk,nbk->tnb", q, layer.q.reshape(layer.n, blocks, block)).astype(np.float64)
-        terms = [dot * weight_scales * scale[:, None, :].astype(np.float64)]
-        if layer.minimums is not None:
-            minimums = np.repeat(layer.minimums, layer.fmt.block // block, 1).astype(np.float64)
-            terms.append(minimums * (q.sum(2) * scale.astype(np.float64))[:, None, :])
-        y += sum(term.sum(2) for term in terms)
-        size += sum(np.abs(term).sum(2) for term in terms)
-    return y, size
-
-
-@pytest.fixture(scope="module")
-def library() -> KernelLibrary:
-    return KernelLibrary()
 
 
 @pytest.fixture
@@ -364,143 +240,6 @@ def test_layout_names(library: KernelLibrary, fmt: Format) -> None:
     if fmt.block:
         block = next(b for b in (128, 64, 32) if fmt.block % b == 0)
         assert name == f"cpu-panel16-{fmt.kind}b{block}{'' if fmt.symmetric else 'm'}-v1"
-
-
-@pytest.mark.parametrize(
-    ("fmt", "columns", "words"),
-    [
-        (Format("i4", 32), 48, "in_features 48 is not a multiple of block_size 32"),
-        (Format("i4", 16), 64, "block_size 16 of int4 weights is not a positive multiple of 32"),
-        (Format("i8", 0), 64, "block_size 0 of int8 weights"),
-        (Format("i8", -32), 64, "block_size -32 of int8 weights"),
-        (Format("i8", 32, False), 64, "int8 weights have no minimum"),
-        (Format("f8", 0), 64, "block_size 0 of float8e4m3 weights"),
-        (Format("f8", 32, False), 64, "float8e4m3 weights have no minimum"),
-        (Format("f32"), 0, "in_features 0 and out_features 16 must both be positive"),
-    ],
-)
-def test_descriptors_are_refused(library: KernelLibrary, fmt: Format, columns: int, words: str) -> None:
-    with pytest.raises(PluginError, match=words):
-        library.linear_bytes(rows=16, columns=columns, **fmt.arguments)
-
-
-def test_packing_names_the_bad_value(library: KernelLibrary, rng: np.random.Generator) -> None:
-    values = rng.integers(0, 16, (20, 64)).astype(np.uint8)
-    scales = np.ones((20, 2), np.float32)
-    minimums = np.zeros((20, 2), np.float32)
-    arguments = Format("i4", 32, False).arguments
-    for array, name, bad in (
-        (scales, "scale", np.nan),
-        (scales, "scale", np.inf),
-        (minimums, "minimum", -np.inf),
-    ):
-        broken = array.copy()
-        broken[17, 1] = bad
-        both = (broken, minimums) if array is scales else (scales, broken)
-        with pytest.raises(PluginError, match=f"{name} of output feature 17, block 1 is"):
-            library.pack_linear(values, *both, **arguments)
-    bits = np.zeros((20, 64), np.uint8)
-    bits[19, 5] = 0xFF
-    with pytest.raises(
-        PluginError, match="float8e4m3 value 255 of output feature 19, input feature 5 is not a"
-    ):
-        library.pack_linear(bits, scales, **Format("f8", 32).arguments)
-    values[18, 33] = 16
-    with pytest.raises(PluginError, match="int4 value 16 of output feature 18, input feature 33"):
-        library.pack_linear(values, scales, minimums, **arguments)
-
-
-class TestRawCalls:
-    """What only a C caller can get wrong: every mistake is a status and a message, never a crash."""
-
-    @pytest.fixture
-    def call(self, library: KernelLibrary) -> Any:
-        raw = ctypes.CDLL(str(library.path))
-        message = ctypes.create_string_buffer(512)
-
-        class Context(ctypes.Structure):
-            _fields_ = (
-                ("abi_version", ctypes.c_uint32),
-                ("threads", ctypes.c_uint32),
-                *((name, ctypes.c_void_p) for name in ("stream", "parallel_for", "pool", "message")),
-                ("message_bytes", ctypes.c_size_t),
-            )
-
-        context = Context(1, 1, None, None, None, ctypes.addressof(message), 512)
-
-        def call(name: str, *arguments: Any, null_context: bool = False) -> tuple[int, str]:
-            message.value = b""
-            function = getattr(raw, name)
-            function.restype = ctypes.c_int
-            status = function(None if null_context else ctypes.byref(context), *arguments)
-            return status, message.value.decode()
-
-        return call
-
-    @staticmethod
-    def desc(k: int = 64, n: int = 16, kind: int = 6, block: int = 32, io: int = 1) -> Any:
-        return (ctypes.c_int32 * 6)(k, n, kind, block, 1, io)
-
-    def test_descriptor_and_context(self, call: Any) -> None:
-        size = ctypes.c_size_t()
-        name = "eb_quant_linear_packed_bytes"
-        assert call(name, None, ctypes.byref(size)) == (1, "QuantLinear: the descriptor is NULL")
-        assert call(name, self.desc(), None)[0] == 1
-        assert call(name, self.desc(), ctypes.byref(size), null_context=True)[0] == 1
-        for kind in (0, 7, 99):
-            status, words = call(name, self.desc(kind=kind), ctypes.byref(size))
-            assert status == 2
-            assert f"({kind})" in words
-        status, words = call(name, self.desc(io=2), ctypes.byref(size))
-        assert status == 2
-        assert "float16" in words
-
-    def test_run(self, call: Any) -> None:
-        size, space = ctypes.c_size_t(), ctypes.c_size_t()
-        desc = self.desc()
-        assert call("eb_quant_linear_packed_bytes", desc, ctypes.byref(size))[0] == 0
-        rows = ctypes.c_int64(3)
-        assert call("eb_quant_linear_workspace_size", desc, rows, ctypes.byref(space))[0] == 0
-        assert call("eb_quant_linear_workspace_size", desc, ctypes.c_int64(-1), ctypes.byref(space))[0] == 1
-        memory = np.zeros(1 << 16, np.uint8)
-        base = (memory.ctypes.data + 63) // 64 * 64
-        x, packed, y, work = (ctypes.c_void_p(base + i * 8192) for i in range(4))
-
-        def run(**changes: Any) -> tuple[int, str]:
-            a = {"x": x, "packed": packed, "bytes": size, "bias": None, "y": y, "work": work, "space": space}
-            a |= {"rows": rows} | changes
-            return call(
-                *("eb_quant_linear_run", desc, a["rows"], a["x"], a["packed"], a["bytes"]),
-                *(a["bias"], a["y"], a["work"], a["space"]),
-            )
-
-        def moved(pointer: ctypes.c_void_p, by: int) -> ctypes.c_void_p:
-            assert pointer.value is not None
-            return ctypes.c_void_p(pointer.value + by)
-
-        assert run() == (0, "")
-        for name in ("x", "packed", "y", "work"):
-            status, words = run(**{name: None})
-            assert status == 1
-            assert "NULL" in words
-        for name, pointer in (("x", moved(x, 2)), ("y", moved(y, 1)), ("bias", moved(x, 3))):
-            status, words = run(**{name: pointer})
-            assert status == 1
-            assert name in words
-            assert "aligned to 4" in words
-        for name, pointer in (("packed", moved(packed, 4)), ("work", moved(work, 8))):
-            status, words = run(**{name: pointer})
-            assert status == 1
-            assert "aligned to 16" in words
-        status, words = run(bytes=ctypes.c_size_t(size.value - 1))
-        assert status == 1
-        assert str(size.value) in words
-        assert str(size.value - 1) in words
-        status, words = run(space=ctypes.c_size_t(space.value - 1))
-        assert status == 1
-        assert str(space.value) in words
-        assert run(rows=ctypes.c_int64(-5))[0] == 1
-        assert run(rows=ctypes.c_int64(0), x=None, y=None, work=None) == (0, "")
 
 
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512vnni"])

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import served_model
 
-from enginebay.triton_repo.backend.settings import ServingSettings
 from enginebay.triton_repo.package import PackageConfig, package_repo
 from enginebay.triton_repo.runtime.llm import LLM
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions
 from enginebay.triton_repo.server import TritonServer
-
-SETTINGS = ServingSettings(threads=1, num_blocks=4096)
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +22,7 @@ def served_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def repository(served_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("triton") / "repo"
-    package_repo(served_engine, repository, PackageConfig(settings=SETTINGS))
+    package_repo(served_engine, repository, PackageConfig(settings=served_model.SETTINGS))
     return repository
 
 

@@ -12,9 +12,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.quant.rtn import WEIGHT_MAX
 from enginebay.export.exporter import export_model
+from enginebay.triton_repo.backend.settings import ServingSettings
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 POSITIONS = 8192
+SETTINGS = ServingSettings(threads=1, num_blocks=4096)
 EOS = 1
 POISON = "<poison>"  # a prompt that ends in this token has infinite logits
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
