@@ -200,7 +200,7 @@ __device__ __forceinline__ void mask_scores(const Step& s, float (&scores)[Count
 struct Instance {
   eb_dtype io, cache;
   int head_dim;
-  int blocks;  // of `split` that a multiprocessor holds
+  int (*split_blocks)(const Device& device);  // of `split` that a multiprocessor holds
   int (*prefill_rows)(const Device& device);
   eb_status (*run)(const eb_context* context, const Device& device, const Step& step, bool all_split);
 };

@@ -25,6 +25,13 @@ int prefill_rows(const Device& device) {
 template <typename Kernel, typename... More>
 eb_status start(const eb_context* context, const Device& device, int64_t blocks, int threads, int shared,
                 Kernel* kernel, const Step& step, More... more) {
+  if (shared > device.shared_bytes)
+    return fail(
+        context, EB_UNSUPPORTED,
+        "PagedAttention on CUDA: io %s, cache %s, head_dim %d takes %d bytes of shared memory a block; this "
+        "device (sm_%d) has %d",
+        dtype_name(step.d.io_dtype), dtype_name(step.d.cache_dtype), step.d.head_dim, shared,
+        device.capability, device.shared_bytes);
   EB_RETURN_IF_CUDA(context,
                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), dim3(static_cast<unsigned>(blocks)),
@@ -33,13 +40,34 @@ eb_status start(const eb_context* context, const Device& device, int64_t blocks,
   return EB_OK;
 }
 
+// Three stages where keys are small enough for them to leave room for a second block, and the device has the
+// memory.
+template <typename Io, typename Cache, int D>
+bool three_stages(const Device& device) {
+  using Shape = SplitShape<Io, Cache, D, 3>;
+  return Shape::blocks >= 2 && Shape::shared <= device.shared_bytes;
+}
+
+template <typename Io, typename Cache, int D>
+int split_blocks(const Device& device) {
+  return three_stages<Io, Cache, D>(device) ? SplitShape<Io, Cache, D, 3>::blocks
+                                            : SplitShape<Io, Cache, D, 2>::blocks;
+}
+
+template <typename Io, typename Cache, int D, int Stages>
+eb_status start_split(const eb_context* context, const Device& device, const Step& step) {
+  return start(context, device, step.slots, kSplitThreads, SplitShape<Io, Cache, D, Stages>::shared,
+               split<Io, Cache, D, Stages>, step);
+}
+
 template <typename Io, typename Cache, int D>
 eb_status run(const eb_context* context, const Device& device, const Step& step, bool all_split) {
   const dim3 tokens(static_cast<unsigned>(step.a.tokens + 1));
   EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), tokens, dim3(kPrepareThreads), 0, 1,
                                     prepare<Io, Cache, D>, step, all_split));
-  EB_RETURN_IF_ERROR(start(context, device, step.slots, kSplitThreads, SplitShape<Io, Cache, D>::shared,
-                           split<Io, Cache, D>, step));
+  EB_RETURN_IF_ERROR((three_stages<Io, Cache, D>(device)
+                          ? start_split<Io, Cache, D, 3>(context, device, step)
+                          : start_split<Io, Cache, D, 2>(context, device, step)));
   if (all_split) return EB_OK;
 
   const int64_t most =
@@ -70,7 +98,7 @@ extern const Instance EB_INSTANCE;
 const Instance EB_INSTANCE = {EB_IO_DTYPE,
                               EB_CACHE_DTYPE,
                               EB_HEAD_DIM,
-                              SplitShape<EB_IO, EB_CACHE, EB_HEAD_DIM>::blocks,
+                              split_blocks<EB_IO, EB_CACHE, EB_HEAD_DIM>,
                               prefill_rows<EB_CACHE, EB_HEAD_DIM>,
                               run<EB_IO, EB_CACHE, EB_HEAD_DIM>};
 

@@ -13,12 +13,12 @@ namespace enginebay::cuda::attention {
 
 constexpr int kSplitWarps = 4, kSplitThreads = kSplitWarps * 32, kSplitKeys = 16;
 
-template <typename Io, typename Cache, int D>
+// Stages of a warp's ring: three hide more latency, two fit into less shared memory.
+template <typename Io, typename Cache, int D, int Stages>
 struct SplitShape {
   using T = Tile<Io, Cache, D>;
   static constexpr int stage = 2 * kSplitKeys * T::kKeyPitch;
-  static constexpr int stages = stage > 12000 ? 2 : 3;
-  static constexpr int ring = kSplitWarps * stages * stage;
+  static constexpr int ring = kSplitWarps * Stages * stage;
   static constexpr int merge = kSplitWarps * kSplitRows * (D + 2) * 4;
   static constexpr int queries = kSplitRows * T::kQueryPitch + kSplitRows * 4;
   static constexpr int shared = queries + (ring > merge ? ring : merge);
@@ -36,11 +36,11 @@ __device__ __forceinline__ Io* answer_row(const Step& s, int first_token, int qu
          (int64_t{first_token + query} * s.d.num_heads + kv_head * s.group + row % s.group) * D;
 }
 
-template <typename Io, typename Cache, int D>
+template <typename Io, typename Cache, int D, int Stages>
 __global__ void __launch_bounds__(kSplitThreads) split(const Step s) {
   using T = Tile<Io, Cache, D>;
-  using Shape = SplitShape<Io, Cache, D>;
-  constexpr int kStages = Shape::stages;
+  using Shape = SplitShape<Io, Cache, D, Stages>;
+  constexpr int kStages = Stages;
   extern __shared__ __align__(16) uint8_t shared[];
   uint8_t* const queries = shared;
   float* const factors = reinterpret_cast<float*>(shared + kSplitRows * T::kQueryPitch);

@@ -38,9 +38,9 @@ struct Tile {
   // Two 8-bit values to a pair of halfs, exactly.
   static __device__ __forceinline__ uint32_t widen(uint32_t two) {
     if constexpr (std::is_same_v<Cache, __nv_fp8_e4m3>) {
-      uint32_t pair;
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(pair) : "h"(static_cast<uint16_t>(two)));
-      return pair;
+      // One instruction from sm_89 on.
+      const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+      return static_cast<uint32_t>(raw.x) | static_cast<uint32_t>(raw.y) << 16;
     } else {
       // 0x6400 | (v + 128) is 1024 + 128 + v.
       const uint32_t biased = __byte_perm(two ^ 0x8080u, 0x64646464u, 0x4140);

@@ -27,8 +27,8 @@ struct Int4Problem {
 namespace int4_decode {
 constexpr int kWarps = 16, kThreads = kWarps * 32;
 // Tiles of 64 columns a warp takes at a time: as many as x's fragments leave registers for.
-constexpr int column_tiles(int n8) { return n8 == 1 ? 4 : 2; }
-constexpr int ring_stages(int n8) { return n8 == 1 ? 3 : 4; }
+constexpr int column_tiles(int) { return 4; }
+constexpr int ring_stages(int n8) { return n8 == 1 ? 3 : 2; }
 
 // Bytes of a warp's stage: its tiles of values, then each lane's scales, one a tile at most.
 constexpr int stage_bytes(int n8, bool symmetric) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
             x_next[c][half][n] = __ldg(reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column));
         }
   };
-  read_x(0);
+  if constexpr (N8 == 1) read_x(0);
   int stage_index = 0;
   for (int chunk_tile = 0; chunk_tile < tiles; chunk_tile += chunk) {
     const int chunk_tiles = min(chunk, tiles - chunk_tile);
@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
       for (int i = lane; i < chunk_tiles * kTile; i += 32)
         partials[static_cast<size_t>(warp) * chunk * kTile + i] = 0.f;
     for (int pass = 0; pass < passes; ++pass) {
+      if constexpr (N8 == 2) read_x(pass);
       // A lane reads 16 bytes of a row, and the four lanes of the row exchange what their fragments hold.
       uint32_t xs[kColumnTiles][4][N8][2];
 #pragma unroll
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
             xs[c][2 * half + 1][n][0] = v.z;
             xs[c][2 * half + 1][n][1] = v.w;
           }
-      read_x(pass + 1 < passes ? pass + 1 : 0);
+      if constexpr (N8 == 1) read_x(pass + 1 < passes ? pass + 1 : 0);
 
 #pragma unroll 1
       for (int tile = 0; tile < chunk_tiles; ++tile) {

@@ -188,7 +188,7 @@ eb_status eb_paged_attention_run(const eb_context* context, const eb_paged_atten
                   attention::Divider(desc->num_heads / desc->num_kv_heads),
                   attention::Divider(desc->block_size),
                   instance->prefill_rows(device),
-                  device.multiprocessors * instance->blocks,
+                  device.multiprocessors * instance->split_blocks(device),
                   base + layout.queries,
                   reinterpret_cast<attention::Counts*>(base + layout.counts),
                   reinterpret_cast<attention::Item*>(base + layout.split_items),
