@@ -15,7 +15,7 @@ F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
 BF16 = WeightFormat("bf16")
 I8 = WeightFormat("i8", 128)  # or the half or quarter of it that divides: see Recipe.format_of
-F8 = WeightFormat("f8", 128)
+F8 = WeightFormat("f8", 32)
 HEAD_I8 = WeightFormat("i8", 32)
 I4 = WeightFormat("i4", block=32, symmetric=False)
 
@@ -88,7 +88,7 @@ class Recipe:
         fmt = self._override(layer)
         if fmt is None:
             fmt = self.embedding if role == "embedding" else self.head if layer == HEAD else self.linear
-            if fmt in (I8, F8):
+            if fmt == I8:
                 # Kernels work in blocks of up to 128: scales as fine as those cost nothing.
                 halves = (replace(fmt, block=block) for block in (128, 64, 32) if shape[1] % block == 0)
                 fmt = next(halves, fmt)
@@ -142,9 +142,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
         Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "float16"),
-        Recipe(
-            "fp8", "E4M3 weights, blocks of 128 or the largest that divides; int8 head", F8, I8, I8, "float16"
-        ),
+        Recipe("fp8", "E4M3 weights, blocks of 32; int8 head", F8, I8, I8, "float16"),
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",

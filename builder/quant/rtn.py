@@ -18,6 +18,7 @@ from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 Float32 = NDArray[np.float32]
 
 I8_MAX = 127
+F8_SCALES = 8
 F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN
 I4_LEVELS = 15
 I4_CENTRE = 8
@@ -90,8 +91,7 @@ def grid(blocks: Float32, fmt: WeightFormat) -> tuple[Float32, Float32 | None]:
     """
     low, high = blocks.min(axis=2), blocks.max(axis=2)
     if fmt.kind == "f8":
-        largest = np.maximum(high, -low)
-        return np.where(largest > 0, np.maximum(largest / np.float32(F8_MAX), TINY), np.float32(1)), None
+        return _f8_scales(blocks, np.maximum(high, -low)), None
     if fmt.kind == "i8":
         return storable_scales(np.maximum(high, -low) / I8_MAX), None
     if fmt.symmetric:
@@ -116,6 +116,23 @@ def round_to_grid(
     if fmt.symmetric:
         steps += I4_CENTRE
     return np.clip(steps, 0, I4_LEVELS).astype(np.uint8)
+
+
+def _f8_scales(blocks: Float32, largest: Float32) -> Float32:
+    """Scales of E4M3 blocks [n, blocks]: of the F8_SCALES that bring the largest into its top octave, the
+    one whose rounding changes the block least. Where in an octave values fall decides how near the grid
+    is."""
+    base = np.where(largest > 0, np.maximum(largest / np.float32(F8_MAX), TINY), np.float32(1)).astype(
+        np.float32
+    )
+    best, chosen = np.full(base.shape, np.inf, np.float32), base
+    fmt = WeightFormat("f8", blocks.shape[2])
+    for step in range(F8_SCALES):
+        scales = base * np.float32(2 ** (step / F8_SCALES))
+        rounded = round_to_grid(blocks, fmt, scales, None).astype(np.float32) * scales[:, :, None]
+        lost = np.square((rounded - blocks) / base[:, :, None]).sum(axis=2)
+        chosen, best = np.where(lost < best, scales, chosen), np.minimum(lost, best)
+    return np.where(largest > 0, chosen, np.float32(1))
 
 
 def eleven_bits(values: Float32) -> Float32:

@@ -150,8 +150,8 @@ def test_e4m3_is_clamped_before_the_cast():
         rows = quantize_rows(w, F8, "w")
         bits = rows.values.view(np.uint8)
         assert not np.isin(bits, [0x7F, 0xFF]).any()
-        assert rows.values[0, 0] == 448
-        assert rows.values[1, 0] == -448
+        assert 224 <= rows.values[0, 0] <= 448
+        assert -448 <= rows.values[1, 0] <= -224
         np.testing.assert_allclose(dequantize_rows(rows)[0, :3], w[0, :3], rtol=2.0**-4)
 
 
@@ -174,6 +174,9 @@ def test_e4m3_keeps_three_bits_of_mantissa(w):
     steps = np.repeat(rows.scales, 32, axis=1)
     error = np.abs(dequantize_rows(rows) - w)
     assert np.all(error <= np.maximum(np.abs(w) * 2.0**-4 * 1.001, steps * 2.0**-9))
+    plain = np.maximum(np.abs(w).reshape(len(w), -1, 32).max(axis=2) / 448, 1e-30).repeat(32, axis=1)
+    rounded = (w / plain).astype(float8_e4m3fn).astype(np.float32) * plain
+    assert np.linalg.norm(error) <= np.linalg.norm(rounded - w) * 1.001, "never worse than the largest at 448"
 
 
 @settings(max_examples=200, deadline=None)
