@@ -13,8 +13,14 @@ REPO ?= build/repo
 PROMPT ?=
 CUDA_ARCH ?= 90
 SUBSET ?= all
-ENGINE ?= build/quickstart/engine
+ENGINE ?= $(OUT)
+ARGS ?=
 EXPORTED = build/exported/$(notdir $(patsubst %/,%,$(MODEL)))
+
+# A virtual environment holds absolute paths: where the clone was moved, install anew.
+ifneq ($(file <$(VENV)/.serve),$(CURDIR))
+$(shell rm -f $(VENV)/.serve $(VENV)/.dev)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help venv plugins plugins-cuda test-gpu quickstart test lint types format bench build-engine package serve client clean
@@ -26,9 +32,9 @@ help:  ## list the commands
 $(VENV)/.serve: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and f"EngineBay needs Python 3.11, this is {v[0]}.{v[1]}: make PYTHON=<python3.11>")'
-	@echo "installing what building and serving need into $(VENV)"
+	@echo "installing what building and serving need into $(VENV): some 700 MB, a few minutes"
 	@$(PIP) -e '.[build,triton,sample]'
-	@touch $@
+	@echo "$(CURDIR)" > $@
 
 $(VENV)/.dev: $(VENV)/.serve
 	@echo "installing what tests and oracles need into $(VENV)"
@@ -55,17 +61,18 @@ quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed 
 build-engine: plugins  ## MODEL=<HF folder> TARGET=ort-cpu QUANT=int4|fp32|fp16|int8 OUT=<folder>
 	@test -n "$(MODEL)" || { echo "say which model: make build-engine MODEL=<Hugging Face folder> QUANT=int4 OUT=<folder>"; exit 2; }
 	@$(BIN)/enginebay export "$(MODEL)" "$(EXPORTED)" --keep
-	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --keep
+	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --keep $(ARGS)
 
 package: plugins  ## ENGINE=<folder> REPO=<folder>: engine -> Triton model repository
-	@$(BIN)/enginebay package "$(ENGINE)" "$(REPO)"
+	@$(BIN)/enginebay package "$(ENGINE)" "$(REPO)" $(ARGS)
 
 serve: plugins  ## REPO=<folder>: run the Triton server until Ctrl-C
-	@$(BIN)/enginebay serve "$(REPO)"
+	@$(BIN)/enginebay serve "$(REPO)" $(ARGS)
 
+client: export PROMPT := $(value PROMPT)
 client: $(VENV)/.serve  ## PROMPT="…": ask the running server
-	@test -n "$(PROMPT)" || { echo 'say what to ask: make client PROMPT="What is the capital of France?"'; exit 2; }
-	@$(BIN)/enginebay client "$(PROMPT)"
+	@test -n "$$PROMPT" || { echo 'say what to ask: make client PROMPT="What is the capital of France?"'; exit 2; }
+	@$(BIN)/enginebay client "$$PROMPT" $(ARGS)
 
 test: $(VENV)/.dev plugins  ## every test, one end to end against the real server among them
 	@$(BIN)/python -m pytest -q

@@ -65,8 +65,9 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser(arguments).parse_args(arguments)
+    debug = "--debug" in arguments
     try:
+        args = build_parser(arguments).parse_args(arguments)
         status: int = args.run(args)
     except KeyboardInterrupt:
         return fail("interrupted", status=130)
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader of our output has gone: nobody is left to tell
         return 1
     except (ValueError, OSError, RuntimeError) as error:  # the domain errors of every room derive from these
-        if args.debug:
+        if debug:
             raise
         return fail(str(error) or type(error).__name__)
     return status

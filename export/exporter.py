@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def is_current(source: Path, out: Path) -> bool:
     return (
         whole
         and (out / MODEL_FILE).is_file()
-        and record.get("files") == _stamps(source, record.get("files", {}))
+        and record.get("files") == _stamps(source, [*record.get("files", {}), *COMPANIONS])
     )
 
 
@@ -215,13 +215,10 @@ def record_source(
     (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _stamps(source: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """Size and time of change (nanoseconds) by file; None for one that is gone."""
-    stamps: dict[str, Any] = {}
-    for name in names:
-        path = source / name
-        stamps[name] = [path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else None
-    return stamps
+def _stamps(source: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of change (nanoseconds) of those of the files that are there."""
+    paths = {name: source / name for name in names if (source / name).is_file()}
+    return {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in sorted(paths.items())}
 
 
 def _cache_bytes_per_token(spec: ModelSpec) -> int:
@@ -238,7 +235,7 @@ def _cache_bytes_per_token(spec: ModelSpec) -> int:
 def replacing(out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that takes its place when the block succeeds and is removed when it fails."""
     if out.exists() and not force and not (out / SOURCE_FILE).is_file():
-        raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or force")
+        raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or --force")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:

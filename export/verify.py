@@ -62,7 +62,7 @@ def verify(
         raise ExportError(
             f"the engine has {runner.limits.vocab_size} tokens, {reference} has {vocab}: not the same model"
         )
-    window = min(window, runner.limits.max_sequence)
+    window = min(window, tokens, runner.limits.max_sequence)
     ids = text_ids(reference)
     windows = _windows(ids, vocab, window=window, count=max(1, tokens // window), seed=seed)
     tally = _Tally()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginebay.builder.manifest import EngineManifest, ManifestError, enginebay_version
+from enginebay.builder.manifest import MANIFEST, EngineManifest, ManifestError, enginebay_version
 from enginebay.plugins.load import KernelLibrary
 from enginebay.triton_repo.backend.service import ENGINE
 from enginebay.triton_repo.backend.settings import ServingSettings
@@ -65,11 +65,15 @@ def package_repo(engine: Path, repository: Path, config: PackageConfig | None = 
     if not (engine / "tokenizer.json").is_file():
         raise PackageError(
             f"{engine / 'tokenizer.json'}: no such file; the model serves text, so put the checkpoint's "
-            "tokenizer files into the folder it was exported from and build again"
+            "tokenizer files into the Hugging Face folder, then export and build again"
         )
     target = repository / config.name
     if target.exists() and not (target / "config.pbtxt").is_file():
         raise PackageError(f"{target}: exists and is no Triton model; choose another name or repository")
+    if (repository / MANIFEST).exists() or _holds_something_else(repository):
+        raise PackageError(
+            f"{repository}: has files in it and no Triton model; choose an empty folder or a model repository"
+        )
     text = fill(
         (_TEMPLATES / "config.pbtxt").read_text(),
         {"name": escape(config.name), "parameters": _parameters(config.settings)},
@@ -90,6 +94,13 @@ def package_repo(engine: Path, repository: Path, config: PackageConfig | None = 
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Packaged(repository, target, size, linked, notes)
+
+
+def _holds_something_else(repository: Path) -> bool:
+    """Whether the folder is there, not empty, and no model repository."""
+    if not repository.is_dir() or not any(repository.iterdir()):
+        return False
+    return not any(repository.glob("*/config.pbtxt"))
 
 
 def fill(template: str, values: Mapping[str, str], name: str) -> str:

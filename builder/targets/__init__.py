@@ -9,7 +9,7 @@ TARGETS: dict[str, type[Target]] = {OrtCpu.name: OrtCpu}
 
 # Part of the plan, not of this version: the reason is what a user is told.
 PLANNED: dict[str, str] = {
-    "ort-cuda": "it needs EngineBay's CUDA kernels, which this version does not have",
+    "ort-cuda": "the CUDA kernels are in plugins/kernels/cuda, but this version builds no engine from them",
     "tensorrt": "it needs EngineBay's TensorRT plugins, which this version does not have",
     "tensorrt-rtx": "it takes no plugins and needs a lowering of its own, which this version does not have",
 }

@@ -8,6 +8,7 @@ measures the result.
 from __future__ import annotations
 
 import argparse
+import filecmp
 from pathlib import Path
 
 from enginebay.builder.build import BuildConfig, build_engine
@@ -156,4 +157,10 @@ def is_current(exported: Path, engine: Path, config: BuildConfig) -> bool:
         manifest.check(engine, machine_facts(manifest, KernelLibrary()))
     except (ManifestError, OSError):
         return False
-    return manifest.config == config.to_dict() and manifest.source == read_exported(exported).source
+    source = read_exported(exported)
+    held = {record.name for record in manifest.files}
+    companions = all(
+        path.name in held and filecmp.cmp(path, engine / path.name, shallow=False)
+        for path in source.companions
+    )
+    return companions and manifest.config == config.to_dict() and manifest.source == source.source

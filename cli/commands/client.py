@@ -6,12 +6,14 @@ The prompt goes through the model's chat template unless --raw.
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from enginebay.cli.commands.serve import GRPC_PORT, HTTP_PORT
 from enginebay.cli.console import say
-from enginebay.triton_repo.client import Answer, ClientError, generate_grpc, generate_http
+from enginebay.triton_repo.client import Answer, generate_grpc, generate_http
 
 CLIENTS: dict[str, Callable[..., Answer]] = {"grpc": generate_grpc, "http": generate_http}
 DEFAULT_URLS = {"grpc": f"127.0.0.1:{GRPC_PORT}", "http": f"http://127.0.0.1:{HTTP_PORT}"}
@@ -19,7 +21,9 @@ DEFAULT_URLS = {"grpc": f"127.0.0.1:{GRPC_PORT}", "http": f"http://127.0.0.1:{HT
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what to ask; '-' reads standard input")
-    parser.add_argument("--protocol", choices=sorted(CLIENTS), default="grpc", help="default grpc")
+    parser.add_argument(
+        "--protocol", choices=sorted(CLIENTS), help="default: http for a URL with http://, else grpc"
+    )
     parser.add_argument(
         "--url", help=f"the server (default {DEFAULT_URLS['grpc']} or {DEFAULT_URLS['http']})"
     )
@@ -35,13 +39,23 @@ def run(args: argparse.Namespace) -> int:
     if args.seed is not None:
         parameters["seed"] = args.seed
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    url = args.url or DEFAULT_URLS[args.protocol]
-    answer = CLIENTS[args.protocol](url, prompt, parameters, chat=not args.raw, model=args.model)
-    try:
-        show(answer)
-    except ClientError as error:
-        raise ClientError(f"{error} (is the server running? enginebay serve REPO)") from error
+    if not prompt:
+        raise ValueError("the prompt is empty; say what to ask")
+    protocol = args.protocol or ("http" if (args.url or "").startswith("http://") else "grpc")
+    url = args.url or DEFAULT_URLS[protocol]
+    require_listener(url)
+    show(CLIENTS[protocol](url, prompt, parameters, chat=not args.raw, model=args.model))
     return 0
+
+
+def require_listener(url: str) -> None:
+    """ValueError where nothing listens at `url`, with the command that starts a server."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        address = (parts.hostname or "", parts.port or 80)
+        socket.create_connection(address, timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no server at {url} ({error}); start one with: enginebay serve REPO") from error
 
 
 def show(answer: Answer) -> None:

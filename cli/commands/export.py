@@ -86,6 +86,8 @@ def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> in
         show_plan(report)
     for note in report.notes:
         say(f"  note: {note}")
+    if "tokenizer.json" not in report.companions:
+        say("  note: no tokenizer.json in the model: its engine takes token ids and cannot be served as text")
     for name in report.ignored[:MOST_NAMES]:
         say(f"  left out: {name}")
     if len(report.ignored) > MOST_NAMES:

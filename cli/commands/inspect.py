@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
 def look(folder: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     """What `folder` is, everything known of it, and lines for a person. ValueError: nothing of ours."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
     if (folder / MANIFEST).is_file():
         manifest = EngineManifest.load(folder)
         return "engine", asdict(manifest), engine_lines(manifest)
@@ -48,7 +50,7 @@ def look(folder: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
             "architecture": report.spec.architecture,
             "parameters": f"{report.parameters / 1e6:.1f} M",
             "weights": f"{report.weight_bytes / 1e6:.1f} MB once exported",
-            "cache": f"{report.cache_bytes_per_token} bytes per token in 16 bits",
+            "cache": f"{report.cache_bytes_per_token // 2} bytes per token in 16 bits",
         }  # fmt: skip
     engines = sorted(folder.glob(f"*/1/engine/{MANIFEST}"))
     if engines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from enginebay.builder.manifest import MANIFEST
 from enginebay.cli.console import say, status_line
 from enginebay.triton_repo.install import find_server
 from enginebay.triton_repo.server import ServerOptions, TritonServer
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    models = served_models(args.repo)
     options = ServerOptions(
         address=args.address,
         http_port=args.http_port,
@@ -45,9 +47,19 @@ def run(args: argparse.Namespace) -> int:
         server = TritonServer(args.repo, options, install=find_server(args.server), progress=progress)
         with server:
             say("ready; Ctrl-C stops it")
-            say(f"  HTTP     {server.http_url}/v2/models/llm/generate_stream")
+            for model in models:
+                say(f"  HTTP     {server.http_url}/v2/models/{model}/generate_stream")
             say(f"  gRPC     {server.grpc_url}")
             say(f"  metrics  {server.metrics_url}")
             server.run_until_signal()
     say("stopped")
     return 0
+
+
+def served_models(repo: Path) -> list[str]:
+    """The models of a repository. ValueError where the folder is none, with the command that makes one."""
+    models = sorted(path.parent.name for path in repo.glob("*/config.pbtxt"))
+    if not models:
+        what = "an engine folder" if (repo / MANIFEST).is_file() else "no Triton model repository"
+        raise ValueError(f"{repo} is {what}; make a repository with: enginebay package ENGINE REPO")
+    return models

@@ -23,8 +23,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference", type=Path, required=True, metavar="MODEL", help="its Hugging Face folder"
     )
-    parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="positions to compare")
-    parser.add_argument("--window", type=int, default=256, metavar="N", help="tokens of context")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, metavar="N", help="positions to compare (default 2048)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=256, metavar="N", help="tokens of context (default 256)"
+    )
     parser.add_argument("--max-perplexity-ratio", type=float, metavar="R", help="exit 1 above this")
     parser.add_argument("--json", action="store_true", help="the figures as JSON on standard output")
 

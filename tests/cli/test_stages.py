@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,33 @@ def test_bench_refuses_a_batch_beyond_the_engine(engine: Path, capsys: pytest.Ca
 def test_generate_needs_a_tokenizer(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(engine), "hello"]) == 1
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_keep_sees_a_tokenizer_that_came_later(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, exported, engine = tmp_path / "model", tmp_path / "exported", tmp_path / "engine"
+    shutil.copytree(model, source)
+    export = ["export", str(source), str(exported), "--keep"]
+    build = ["build", str(exported), str(engine), "--quant", "fp32", "--keep"]
+    assert main(export) == main(build) == 0
+    assert "no tokenizer.json" in capsys.readouterr().err
+    (source / "tokenizer.json").write_text("{}")
+    assert main(export) == main(build) == 0
+    assert "kept" not in capsys.readouterr().err
+    assert (engine / "tokenizer.json").read_text() == "{}"
+
+
+def test_serve_tells_an_engine_from_a_repository(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(engine)]) == 1
+    assert "is an engine folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9"])
+def test_a_client_without_a_server_says_how_to_start_one(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["client", "hello", "--url", url]) == 1
+    words = capsys.readouterr().err
+    assert url in words
+    assert "enginebay serve" in words

@@ -179,3 +179,14 @@ def test_a_failure_leaves_the_old_model(
     package_repo(served_engine, tmp_path / "repo", PackageConfig(settings=ServingSettings(threads=7)))
     assert 'key: "threads" value: { string_value: "7" }' in (tmp_path / "repo/llm/config.pbtxt").read_text()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_repository_is_not_made_among_other_files(served_engine: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "todo.txt").write_text("")
+    for folder in (notes, served_engine):
+        before = sorted(folder.iterdir())
+        with pytest.raises(PackageError, match="has files in it and no Triton model"):
+            package_repo(served_engine, folder)
+        assert sorted(folder.iterdir()) == before

@@ -82,7 +82,7 @@ class TextTokenizer:
         RequestError where there is no template, no message, or the template refuses.
         """
         if self._template is None:
-            raise RequestError("messages: this model has no chat template; send a text prompt")
+            raise RequestError("messages: this model has no chat template; send a raw text prompt")
         if not messages:
             raise RequestError("messages: empty; at least 1 message is needed")
         text = self._template.render(
