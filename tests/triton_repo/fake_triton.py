@@ -20,6 +20,7 @@ class TritonError(Exception):
     INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = range(4)
 
     def __init__(self, message: str, code: int) -> None:
+        message.encode()  # as the binding does
         super().__init__(message)
         self.code = code
 

@@ -62,6 +62,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         ("stop", ["a", 1]),
         ("stop_token_ids", 5), ("stop_token_ids", ["x"]), ("ignore_eos", 2), ("ignore_eos", "no"),
         ("cache_salt", 1), ("priority", "high"), ("apply_chat_template", "yes"), ("unheard_of", 1),
+        ("cache_salt", "\ud800"), ("stop", "a\udfff"), ("stop", ["a", "\ud800"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(key: str, value: Any) -> None:

@@ -220,3 +220,11 @@ def test_metrics_are_differences_published_once() -> None:
     assert values["enginebay_cache_usage_ratio", ""].value == 0.25
     assert all(metric.calls <= 1 for _, metric in made)
     assert all(metric.labels["model"] == "llm" for _, metric in made)
+
+
+def test_a_message_that_utf8_cannot_hold_is_sent_escaped(responder: Callable[..., Responder]) -> None:
+    sender = Sender()
+    responder().refuse(sender, "\ud800é: unknown parameter", fake_triton.TritonError.INVALID_ARG)
+    (sent,) = sender.sent
+    assert sent.final
+    assert str(sent.error) == "\\ud800é: unknown parameter"

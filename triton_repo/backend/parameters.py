@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from enginebay.triton_repo.runtime.admission import check_text
 from enginebay.triton_repo.runtime.request import RequestError, SamplingParams
 
 MAX_JSON_BYTES = 1 << 16
@@ -114,9 +115,8 @@ def _flag(key: str, value: Any) -> bool:
 
 
 def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{key}: {value!r} is not text")
-    return value
+    check_text(key, value)
+    return str(value)
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:

@@ -222,7 +222,9 @@ class Responder:
             self._log(f"a response could not be sent: {error}")
 
     def _error(self, message: str, code: int) -> Any:
-        return self._pb.InferenceResponse(error=self._pb.TritonError(message, code))
+        # What a client sent may be quoted in it, and JSON may spell what UTF-8 cannot hold.
+        encodable = message.encode(errors="backslashreplace").decode()
+        return self._pb.InferenceResponse(error=self._pb.TritonError(encodable, code))
 
     def _poll(self) -> None:
         """Asks the server which clients have gone. A question costs about what a small response does."""

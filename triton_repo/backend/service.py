@@ -99,6 +99,10 @@ class Service:
                 self._responder.refuse(sender, str(error), self._pb.TritonError.INVALID_ARG, id)
             except (OverloadedError, UnavailableError) as error:
                 self._responder.refuse(sender, str(error), self._pb.TritonError.UNAVAILABLE, id)
+            except Exception as error:
+                self._responder.refuse(
+                    sender, f"{type(error).__name__}: {error}", self._pb.TritonError.INTERNAL, id
+                )
 
     def close(self) -> None:
         """Ends everything; Triton calls it when nothing is in flight."""
@@ -143,4 +147,4 @@ class _TritonLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         write = self._logger.log_error if record.levelno >= logging.ERROR else self._logger.log_warn
-        write(self.format(record))
+        write(self.format(record).encode(errors="backslashreplace").decode())

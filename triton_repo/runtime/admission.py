@@ -20,8 +20,12 @@ def check_request(request: Request, limits: EngineLimits, capacity: int) -> int:
     `capacity` is the number of tokens that one sequence may hold in the cache. RequestError names the field,
     its value and the limit.
     """
+    check_text("id", request.id)
     if not request.id:
         raise RequestError("id: must not be empty")
+    if request.salt is not None:
+        check_text("cache_salt", request.salt)
+    _whole("priority", request.priority, -(2**63), 2**63 - 1)
     check_sampling(request.sampling)
     _check_tokens("prompt_ids", request.prompt_ids, limits.vocab_size)
     _check_tokens("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
@@ -65,6 +69,19 @@ def check_sampling(sampling: SamplingParams) -> None:
     for stop in sampling.stop:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise RequestError(f"stop: {stop!r} is not a string of 1 to {MAX_STOP_LENGTH} characters")
+        check_text("stop", stop)
+
+
+def check_text(field: str, value: object) -> None:
+    """RequestError where `value` is no text that UTF-8 can hold: JSON may spell lone surrogates."""
+    if not isinstance(value, str):
+        raise RequestError(f"{field}: {value!r} is not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field}: character {error.start} is a lone surrogate, which UTF-8 cannot hold"
+        ) from error
 
 
 def _whole(field: str, value: object, low: int, high: int | None = None) -> None:

@@ -92,17 +92,29 @@ class Batcher:
             raise RequestError("stop: this engine has no tokenizer, so it can only stop at stop_token_ids")
 
     def add(self, request: Request, submitted: float) -> None:
-        """Queues a checked request; `submitted` is when it came, by `time.perf_counter`."""
+        """Queues a checked request; `submitted` is when it came, by `time.perf_counter`.
+
+        Where this raises, nothing of the request is kept: `refuse` then gives its final output.
+        """
         sequence = self.scheduler.add(request)
         seed = request.sampling.seed
-        stream = OutputStream(
-            request,
-            self._decoder.stream() if self._decoder is not None else None,
-            sequence.stop_ids,
-            secrets.randbits(64) if seed is None else seed,
-            submitted,
-        )
+        try:
+            stream = OutputStream(
+                request,
+                self._decoder.stream() if self._decoder is not None else None,
+                sequence.stop_ids,
+                secrets.randbits(64) if seed is None else seed,
+                submitted,
+            )
+        except BaseException:
+            self.scheduler.finish(sequence)
+            raise
         self._active[request.id] = _Active(sequence, stream)
+
+    def refuse(self, request: Request, error: str) -> Output:
+        """The final output of a request that `add` could not take."""
+        self._counters.failed += 1
+        return Output(request_id=request.id, text="", finish_reason="error", error=error)
 
     def cancel(self, request_id: str) -> Output | None:
         """Ends a request now. None where it is unknown or over."""

@@ -182,7 +182,11 @@ class EngineLoop:
         outputs = []
         for command in commands:
             if isinstance(command, _Submit):
-                self._batcher.add(command.request, command.at)
+                try:
+                    self._batcher.add(command.request, command.at)
+                except Exception as error:  # one odd request must not end the others
+                    _log.exception("request %r could not be taken", command.request.id)
+                    outputs.append(self._batcher.refuse(command.request, f"{type(error).__name__}: {error}"))
             elif (output := self._batcher.cancel(command.request_id)) is not None:
                 outputs.append(output)
         return outputs

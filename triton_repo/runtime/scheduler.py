@@ -121,8 +121,8 @@ class Scheduler:
             namespace=namespace or Namespace(salt=request.salt),
             limits=self.limits,
         )
-        self._live[request.id] = sequence
         insort(self._waiting, sequence, key=_order)
+        self._live[request.id] = sequence
         return sequence
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:

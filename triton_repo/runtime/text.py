@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from enginebay.triton_repo.runtime.admission import check_text
 from enginebay.triton_repo.runtime.chat_template import ChatTemplate, Message
 from enginebay.triton_repo.runtime.detokenize import StreamFactory, TokenStream
 from enginebay.triton_repo.runtime.request import RequestError
@@ -58,12 +59,7 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text. RequestError where it is no valid Unicode or has no tokens."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"text: character {error.start} is a lone surrogate, which no tokenizer can encode"
-            ) from error
+        check_text("text", text)
         ids = tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         if not ids:
             raise RequestError("text: the prompt has no tokens; at least 1 is needed")

@@ -10,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import LIMITS, HashEngine, greedy_tokens
-from serving_loop import Served, make
+from serving_loop import Letters, Served, make
 
+from enginebay.triton_repo.runtime.detokenize import TokenStream
 from enginebay.triton_repo.runtime.engine import StepInputs
 from enginebay.triton_repo.runtime.loop import EngineLoop, LoopConfig
 from enginebay.triton_repo.runtime.request import (
     Output,
+    Request,
     RequestError,
+    SamplingParams,
     UnavailableError,
 )
 from enginebay.triton_repo.runtime.scheduler import SchedulerConfig
@@ -71,6 +74,57 @@ def test_an_engine_error_fails_the_culprit_alone() -> None:
         assert served.loop.failure is None
         served.loop.submit(make("later", [9], 3))
         served.sink.final("later")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"salt": "\ud800"}, "cache_salt"),
+        ({"salt": 5}, "cache_salt"),
+        ({"id": "\ud800"}, "id"),
+        ({"id": 5}, "id"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 10**30}, "priority"),
+        ({"sampling": SamplingParams(stop=("\ud800",))}, "stop"),
+    ],
+)
+def test_odd_fields_are_refused_before_they_reach_the_loop(fields: dict[str, object], name: str) -> None:
+    with Served() as served:
+        with pytest.raises(RequestError, match=f"^{name}: "):
+            served.loop.submit(replace(make("odd"), **fields))
+        served.loop.submit(make("good", [1], 5))
+        assert served.sink.final("good").finish_reason == "length"
+
+
+@pytest.mark.parametrize("part", ["scheduler", "decoder"])
+def test_a_request_that_cannot_be_taken_fails_alone(part: str) -> None:
+    class Fussy(Letters):
+        def stream(self) -> TokenStream:
+            if part == "decoder" and threading.current_thread().name == "enginebay-loop" and odd.pop():
+                raise MemoryError("no room")
+            return super().stream()
+
+    odd = [False, True, False]
+    with Served(decoder=Fussy()) as served:
+        batcher = served.loop._batcher
+        real = batcher.scheduler.add
+
+        def add(request: Request) -> object:
+            if part == "scheduler" and odd.pop():
+                raise MemoryError("no room")
+            return real(request)
+
+        batcher.scheduler.add = add
+        for name in ("first", "odd", "last"):
+            served.loop.submit(make(name, [1], 5))
+        final = served.sink.final("odd")
+        assert (final.finish_reason, final.error) == ("error", "MemoryError: no room")
+        for name in ("first", "last"):
+            served.sink.final(name)
+            assert served.sink.tokens(name) == greedy_tokens([1], 5)
+        stats = served.loop.stats()
+        assert (stats.ok, stats.failed) == (2, 1)
+        assert served.loop.failure is None
 
 
 def test_an_engine_that_keeps_failing_makes_the_loop_unhealthy() -> None:
