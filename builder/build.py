@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,12 +31,12 @@ from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
 from enginebay.builder.targets.base import CacheLayout
 from enginebay.builder.weights import SidecarWriter
+from enginebay.export.staging import obstacle, scratch_folder, staged
 from enginebay.plugins import ops
 
 ENGINE, WEIGHTS = "engine.onnx", "weights.bin"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
-SWAPS_MAX = 100
 
 
 __all__ = ["BuildConfig", "BuildError", "build_engine"]
@@ -64,11 +60,9 @@ def build_engine(
     source = read_exported(exported)
     limits = _limits(source, config)
     cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
-    with (
-        _replacing(out) as folder,
-        tempfile.TemporaryDirectory(prefix=".calibration.", dir=out.parent) as scratch,
-    ):
-        quantised = quantise(source, chosen, config, Path(scratch), progress)
+    _check_output(out, exported)
+    with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
+        quantised = quantise(source, chosen, config, scratch, progress)
         packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
@@ -180,24 +174,9 @@ def _name_engine(model: ir.Model, where: Target) -> None:
     model.metadata_props["enginebay.graph"] = where.record.name
 
 
-@contextlib.contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it takes `out`'s place if all went well and is gone otherwise."""
-    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
+def _check_output(out: Path, exported: Path) -> None:
+    reason = obstacle(out, exported)
+    if reason is not None:
+        raise BuildError(reason)
+    if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir()):
         raise BuildError(f"{out}: exists and is not an engine folder; choose another place or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        building = Path(scratch) / "building"
-        building.mkdir()
-        yield building
-        for attempt in range(SWAPS_MAX):
-            retired = Path(scratch) / f"retired{attempt}"
-            with contextlib.suppress(FileNotFoundError):
-                out.rename(retired)
-            try:
-                building.rename(out)
-                return
-            except OSError as error:  # another build put its engine there meanwhile
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        raise BuildError(f"{out}: other builds keep writing there; choose another place")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from enginebay.export.checkpoint import INDEX, SINGLE, shard_names
 from enginebay.export.errors import CheckpointError, ExportError
+from enginebay.export.staging import scratch_folder
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -47,9 +47,7 @@ def opened(source: Path, scratch: Path) -> Iterator[Source]:
     if not gguf and not pickles:
         yield Source(source, ())  # opening the checkpoint says what is missing
         return
-    scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".converted-", dir=scratch) as place:
-        folder = Path(place)
+    with scratch_folder(scratch, ".converted-") as folder:
         if pickles:
             _convert_pickles(source, pickles, folder)
             yield Source(folder, tuple(pickles))

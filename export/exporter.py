@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from enginebay.export.families import read_spec
 from enginebay.export.graph import build_graph
 from enginebay.export.quantized import read_scheme
 from enginebay.export.spec import ModelSpec
+from enginebay.export.staging import obstacle, staged
 from enginebay.export.weights import Initializer, WeightPlan, plan_weights, write_sidecar
 
 MODEL_FILE = "model.onnx"
@@ -79,12 +77,15 @@ def export_model(
     """Exports the HF folder `source` to `out`, which appears whole or not at all.
 
     `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an
-    earlier export, or with `force`. Raises ExportError (or SpecError) before anything large is written.
+    earlier export, or with `force`; never where it holds `source`. Raises ExportError (or SpecError)
+    before anything large is written.
     """
     if not source.is_dir():
         raise ExportError(f"{source} is not a folder: give the folder of an HF checkpoint")
+    if not dry_run:
+        check_output(out, source, force=force)
     with opened(source, out.parent) as real:
-        return _export(source, real, out, progress=progress, dry_run=dry_run, force=force)
+        return _export(source, real, out, progress=progress, dry_run=dry_run)
 
 
 def _export(
@@ -94,7 +95,6 @@ def _export(
     *,
     progress: Callable[[int, int], None] | None,
     dry_run: bool,
-    force: bool,
 ) -> ExportReport:
     """`real` is where `source`'s tensors can be read."""
     config_bytes = read_config(real.folder)
@@ -122,7 +122,7 @@ def _export(
         dry_run=dry_run,
     )
     if not dry_run:
-        with replacing(out, force) as folder:
+        with staged(out) as folder:
             _write(folder, real, report, plan)
             stamped = real.files or tuple(path.name for path in checkpoint.files)
             record_source(
@@ -231,26 +231,16 @@ def _cache_bytes_per_token(spec: ModelSpec) -> int:
     )
 
 
-@contextmanager
-def replacing(out: Path, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that takes its place when the block succeeds and is removed when it fails."""
+def check_output(out: Path, source: Path, *, force: bool) -> None:
+    """Raises ExportError where `out` must not be replaced.
+
+    `force` is for any folder but one that holds the source.
+    """
+    reason = obstacle(out, source)
+    if reason is not None:
+        raise ExportError(reason)
     if out.exists() and not force and not (out / SOURCE_FILE).is_file():
         raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or --force")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
-            os.rename(out, old / "old")
-            os.rename(folder, out)
-            shutil.rmtree(old)
-        else:
-            os.rename(folder, out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 # Bits of a weight by recipe, its scales and minimums counted; vectors and tables stay float32.

@@ -22,13 +22,14 @@ from enginebay.export.exporter import (
     COMPANIONS,
     MODEL_FILE,
     SPEC_FILE,
+    check_output,
     copy_companions,
     read_config,
     record_source,
-    replacing,
 )
 from enginebay.export.ort_steps import CanonicalRunner
 from enginebay.export.spec import ModelSpec
+from enginebay.export.staging import staged
 from enginebay.export.stepping import Stepper, Stream
 from enginebay.export.traced_graph import attention_nodes, canonicalise
 from enginebay.export.verify import load_oracle, ragged_logits
@@ -67,6 +68,7 @@ def export_traced(source: Path, out: Path, *, plugin_library: Path, force: bool 
     UnsupportedModelError where the model's attention is not ours to replace, DivergenceError where the
     result is not the model.
     """
+    check_output(out, source, force=force)
     config = read_config(source)
     model = traced.load_model(source)
     graph, spec = traced.trace(model)
@@ -75,7 +77,7 @@ def export_traced(source: Path, out: Path, *, plugin_library: Path, force: bool 
     stamps = "".join(f"{path.name}:{path.stat().st_size};" for path in weights)
     identity = hashlib.sha256(config + stamps.encode()).hexdigest()
     companions = tuple(name for name in COMPANIONS if (source / name).is_file())
-    with replacing(out, force) as folder:
+    with staged(out) as folder:
         ir.save(
             graph,
             folder / MODEL_FILE,

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "plugins": ("plugins",),
     "export": ("export", "plugins.ops"),
-    "builder": ("builder", "export.spec", "plugins"),
+    "builder": ("builder", "export.spec", "export.staging", "plugins"),
     "triton_repo": ("triton_repo", "builder.manifest", "plugins.load", "plugins.ops"),
     "cli": ("",),
 }

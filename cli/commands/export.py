@@ -12,7 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from enginebay.cli.console import print_json, progress, say
-from enginebay.export.exporter import ExportReport, describe, engine_bytes, export_model, is_current
+from enginebay.export.exporter import (
+    SOURCE_FILE,
+    ExportReport,
+    describe,
+    engine_bytes,
+    export_model,
+    is_current,
+)
 
 MOST_NAMES = 10  # of tensors left out
 
@@ -23,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would be exported; read no weights")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--keep", action="store_true", help="do nothing where OUT is its export already")
-    existing.add_argument("--force", action="store_true", help="replace OUT whatever it holds")
+    existing.add_argument(
+        "--force", action="store_true", help="replace folder OUT whatever it holds, save the model itself"
+    )
     parser.add_argument(
         "--generic", action="store_true", help="trace it from transformers (an architecture without a family)"
     )
@@ -51,7 +60,9 @@ def trace(args: argparse.Namespace) -> int:
     if args.keep and is_current(args.model, args.out):
         say(f"kept {args.out}: it is this model's export already")
         return 0
+    held = names_to_lose(args.out) if args.force else []
     report = export_traced(args.model, args.out, plugin_library=library_path(), force=args.force)
+    say_replaced(args.out, held)
     if args.json:
         print_json(describe_traced(report))
         return 0
@@ -67,8 +78,24 @@ def export(model: Path, out: Path, *, keep: bool = False, force: bool = False) -
     if keep and is_current(model, out):
         say(f"kept {out}: it is this model's export already")
         return None
+    held = names_to_lose(out) if force else []
     with progress("export") as report_bytes:
-        return export_model(model, out, progress=report_bytes, force=force)
+        report = export_model(model, out, progress=report_bytes, force=force)
+    say_replaced(out, held)
+    return report
+
+
+def names_to_lose(out: Path) -> list[str]:
+    """What a folder that is no earlier export holds."""
+    if not out.is_dir() or (out / SOURCE_FILE).is_file():
+        return []
+    return sorted(path.name for path in out.iterdir())
+
+
+def say_replaced(out: Path, held: list[str]) -> None:
+    if held:
+        more = f" and {len(held) - MOST_NAMES} more" if len(held) > MOST_NAMES else ""
+        say(f"--force: replaced {out}, which held {', '.join(held[:MOST_NAMES])}{more}")
 
 
 def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> int:

@@ -116,6 +116,18 @@ def test_an_engine_is_replaced_but_another_folder_is_not(exported, tmp_path):
     assert (precious / "chapter1.txt").read_text() == "words"
 
 
+def test_the_exported_model_is_never_replaced(exported, tmp_path):
+    source = exported()
+    build_engine(source, tmp_path / "engine")
+    inside = tmp_path / "engine" / "exported"
+    shutil.copytree(source, inside)
+    for model, out in ((source, source), (source, tmp_path), (inside, tmp_path / "engine")):
+        with pytest.raises(BuildError, match="which is read to make it: choose another folder"):
+            build_engine(model, out)
+    assert (source / "weights.bin").is_file()
+    assert (inside / "weights.bin").is_file()
+
+
 def spoil(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"][100, 3] = np.nan
 

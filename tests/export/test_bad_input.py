@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from enginebay.export.checkpoint import open_checkpoint
 from enginebay.export.errors import CheckpointError, ExportError
 from enginebay.export.exporter import describe, export_model, is_current
+from enginebay.export.generic import export_traced
 
 TINY = LlamaConfig(
     vocab_size=50,
@@ -228,6 +229,19 @@ def test_a_folder_of_the_user_is_not_overwritten(folder: Path, tmp_path: Path) -
     assert (out / "thesis.txt").read_text() == "mine"
     export_model(folder, out, force=True)
     assert is_current(folder, out)
+
+
+@pytest.mark.parametrize("out", ["model", "."])
+def test_not_even_force_replaces_the_checkpoint(folder: Path, out: str) -> None:
+    before = (folder / WEIGHTS).read_bytes()
+    for run in (
+        lambda place: export_model(folder, place, force=True),
+        lambda place: export_traced(folder, place, plugin_library=Path("unused"), force=True),
+    ):
+        with pytest.raises(ExportError, match="which is read to make it: choose another folder"):
+            run(folder.parent / out)
+    assert (folder / WEIGHTS).read_bytes() == before
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def test_dry_run_reads_no_weights_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
