@@ -39,6 +39,11 @@ class StreamFactory:
         self._bytes = _byte_level_table(tokenizer, self._special) if parts == ["ByteLevel"] else None
         self._byte_tokens = _byte_fallback_ids(tokenizer) if "ByteFallback" in parts else frozenset[int]()
 
+    @property
+    def byte_level(self) -> bool:
+        """Whether each character of a token stands for one byte of text."""
+        return self._bytes is not None
+
     def stream(self) -> TokenStream:
         """A stream for the output of one request."""
         if self._bytes is not None:

@@ -49,8 +49,10 @@ class LLM:
         config: LoopConfig | None = None,
     ) -> Self:
         """Loads an engine folder. The errors are those of `OrtEngine` and `TextTokenizer`."""
-        tokenizer = TextTokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        return cls(OrtEngine(folder, options), tokenizer, sink, config)
+        engine = OrtEngine(folder, options)
+        has_tokenizer = (folder / "tokenizer.json").exists()
+        tokenizer = TextTokenizer(folder, engine.limits) if has_tokenizer else None
+        return cls(engine, tokenizer, sink, config)
 
     def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None, *, priority: int = 0

@@ -6,6 +6,7 @@ temperature; top-k; top-p over what top-k left; min-p relative to the best. Equa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from enginebay.triton_repo.runtime.request import SamplingParams, TokenLogprob
 from enginebay.triton_repo.runtime.rng import uniform
+
+_log = logging.getLogger(__name__)
 
 Float32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -95,7 +98,8 @@ class RowState:
 def sample(logits: Float32, rows: Sequence[RowState]) -> list[Choice]:
     """One choice for each row of [R, V] logits.
 
-    A row whose best logit is not a finite number gets an error and disturbs no other.
+    A row whose best logit is not a finite number, or whose request cannot be followed, gets an error and
+    disturbs no other.
     """
     if not rows:
         return []
@@ -103,11 +107,19 @@ def sample(logits: Float32, rows: Sequence[RowState]) -> list[Choice]:
     values = logits[np.arange(len(rows)), best]
     finite = np.isfinite(values).tolist()
     return [
-        _choose(logits[index], state, token)
+        _choose_or_fail(logits[index], state, token)
         if finite[index]
         else Choice(-1, error=f"the model computed no usable logits: the largest is {values[index]}")
         for index, (state, token) in enumerate(zip(rows, best.tolist(), strict=True))
     ]
+
+
+def _choose_or_fail(logits: Float32, state: RowState, best: int) -> Choice:
+    try:
+        return _choose(logits, state, best)
+    except Exception as error:  # the request's fault, not the engine's
+        _log.exception("sampling failed")
+        return Choice(-1, error=f"sampling failed: {type(error).__name__}: {error}")
 
 
 def _choose(logits: Float32, state: RowState, best: int) -> Choice:

@@ -330,3 +330,13 @@ def test_the_same_seed_draws_the_same_and_positions_differ() -> None:
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
     assert len(set(draw(1))) > 10
+
+
+def test_a_request_that_cannot_be_followed_fails_alone() -> None:
+    logits = np.zeros((2, 4), np.float32)
+    logits[:, 2] = 1
+    odd = state(stop=frozenset({99}), min_tokens=3)
+    failed, fine = sample(logits, [odd, state()])
+    assert failed.error is not None
+    assert "IndexError" in failed.error
+    assert fine.token == 2

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizer_samples import byte_level
+from fakes import LIMITS
+from tokenizer_samples import byte_fallback, byte_level, metaspace, word_piece
+from tokenizers import Tokenizer
 
 from enginebay.triton_repo.runtime.chat_template import ChatTemplate
 from enginebay.triton_repo.runtime.request import RequestError
@@ -158,6 +162,41 @@ def test_broken_files_are_named(folder: Path, name: str, content: str, words: st
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=words):
         TextTokenizer(folder)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("token", [600, 99999, 10**23])
+def test_end_tokens_outside_the_model_are_refused(folder: Path, file: str, token: int) -> None:
+    """The sampler would index the logits with them."""
+    limits = replace(LIMITS, vocab_size=600)
+    (folder / file).write_text(json.dumps({"eos_token_id": [599, token]}))
+    with pytest.raises(ValueError, match=rf"{file}: end token {token} .* 600 tokens"):
+        TextTokenizer(folder, limits)
+    (folder / file).write_text(json.dumps({"eos_token_id": [599]}))
+    assert 599 in TextTokenizer(folder, limits).eos_ids
+
+
+def test_a_negative_end_token_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": -1}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id -1"):
+        TextTokenizer(folder)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace, word_piece])
+def test_what_cannot_fit_is_refused_before_it_is_encoded(
+    folder: Path, make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = TextTokenizer(folder, replace(LIMITS, vocab_size=10_000, max_sequence=16))
+    # The text of 16 tokens always passes, whichever they are.
+    for token in sorted(made.get_vocab().values()):
+        tokenizer._check_length(made.decode([token] * 16, skip_special_tokens=False))
+    most = 16 * tokenizer._token_bytes
+    tokenizer._check_length("a" * most)
+    monkeypatch.setattr(tokenizer, "_tokenizer", None)  # not asked
+    with pytest.raises(RequestError, match=rf"text: {most + 1} bytes; the 16 tokens .* {most} bytes"):
+        tokenizer.encode("a" * (most + 1))
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
