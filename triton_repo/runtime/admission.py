@@ -12,6 +12,7 @@ from enginebay.triton_repo.runtime.request import Request, RequestError, Samplin
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_LOGPROBS = 128
+MAX_REPETITION = 1e10  # and its inverse: logits are multiplied and divided by it in float32
 
 
 def check_request(request: Request, limits: EngineLimits, capacity: int) -> int:
@@ -53,9 +54,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     _whole("top_k", sampling.top_k, -1)
     _number("top_p", sampling.top_p, 0.0, 1.0)
     _number("min_p", sampling.min_p, 0.0, 1.0)
-    _number("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf)
-    if sampling.repetition_penalty == 0:
-        raise RequestError("repetition_penalty: 0 is out of range; it must be above 0")
+    _number("repetition_penalty", sampling.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
     _number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     if sampling.min_tokens > sampling.max_tokens:
@@ -95,7 +94,7 @@ def _whole(field: str, value: object, low: int, high: int | None = None) -> None
 def _number(field: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, int | float | np.number) or isinstance(value, bool):
         raise RequestError(f"{field}: {value!r} is not a number")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high or value == math.inf:  # NaN compares as neither; ints may be of any size
         limit = (
             f"a finite number of at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         )

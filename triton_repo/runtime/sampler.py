@@ -128,7 +128,9 @@ def _choose(logits: Float32, state: RowState, best: int) -> Choice:
     if state.adjusts:
         row = state.adjust(logits)
         best = int(row.argmax())
-        if not np.isfinite(row[best]):
+        if np.isposinf(row[best]) or np.isnan(row[best]):
+            return Choice(-1, error="the penalties take the logits out of float32's range")
+        if np.isneginf(row[best]):
             return Choice(-1, error="min_tokens and stop_token_ids together leave no token to choose")
     token = best
     if params.temperature > 0:
@@ -145,7 +147,8 @@ def candidates(row: Float32, params: SamplingParams) -> tuple[Ids | None, NDArra
     Ids None stands for the whole vocabulary in order.
     """
     top = row.max()
-    inverse = np.float32(1.0 / params.temperature) if params.temperature > 1e-30 else np.float32(1e30)
+    # Kept from infinity and from 0, with which the 0 of the best and the -inf of what is barred make NaN.
+    inverse = np.float32(1.0 / min(max(params.temperature, 1e-30), 1e30))
     if 0 < params.top_k < len(row):
         ids = top_ids(row, params.top_k)
         weights = np.exp((row[ids] - top) * inverse).astype(np.float64)

@@ -268,6 +268,8 @@ def test_the_waiting_queue_is_limited() -> None:
         ({"top_p": -0.01}, "top_p"),
         ({"min_p": 2}, "min_p: 2"),
         ({"repetition_penalty": 0}, "repetition_penalty: 0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty: 1e-300 .* 1e-10 and 1e[+]10"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty: 1e[+]300"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"seed": 2**64}, "seed"),

@@ -340,3 +340,25 @@ def test_a_request_that_cannot_be_followed_fails_alone() -> None:
     assert failed.error is not None
     assert "IndexError" in failed.error
     assert fine.token == 2
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e46, 1e300, 1.7e308])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 1e-300}])
+def test_barred_tokens_are_never_drawn_however_hot(temperature: float, filters: dict[str, float]) -> None:
+    """0 times -inf would be NaN."""
+    row = np.zeros(300, np.float32)
+    row[7:] = -np.inf
+    params = SamplingParams(temperature=temperature, **filters)
+    _, weights = candidates(row, params)
+    assert np.isfinite(weights).all()
+    drawn = {one(row, RowState(params, (), frozenset(), seed)) for seed in range(200)}
+    assert drawn == set(range(4 if "top_k" in filters else 7))
+
+
+def test_penalties_beyond_float32_fail_their_row() -> None:
+    logits = np.array([[3e38, 1.0], [0.0, 1.0]], np.float32)
+    odd = state(prompt=(0,), repetition_penalty=1e-3)
+    with np.errstate(over="ignore"):
+        failed, fine = sample(logits, [odd, state()])
+    assert "penalties" in (failed.error or "")
+    assert fine.token == 1
