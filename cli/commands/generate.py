@@ -47,13 +47,18 @@ def run(args: argparse.Namespace) -> int:
         prompt = prompt_ids(llm.tokenizer, text, raw=args.raw)
         began = time.perf_counter()
         first, pieces, count = began, [], 0
-        for output in llm.generate(prompt, sampling):
-            if count == 0 and output.token_ids:
-                first = time.perf_counter()
-            count += len(output.token_ids)
-            pieces.append(output.text)
+        try:
+            for output in llm.generate(prompt, sampling):
+                if count == 0 and output.token_ids:
+                    first = time.perf_counter()
+                count += len(output.token_ids)
+                pieces.append(output.text)
+                if not args.json:
+                    print(output.text, end="", flush=True)
+        except KeyboardInterrupt:
             if not args.json:
-                print(output.text, end="", flush=True)
+                print(flush=True)  # what follows begins a line of its own
+            raise
         ended = time.perf_counter()
     if output.finish_reason == "error":
         return fail(output.error or "the request failed")
