@@ -172,7 +172,7 @@ def _entry(path: Path, name: str, entry: Any, start: int, available: int) -> Ten
         raise CheckpointError(
             f"{path}: '{name}' has a shape or offsets that are not counts: {shape}, {begin}, {end}"
         )
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: '{name}' has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != expected:

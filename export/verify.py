@@ -123,9 +123,12 @@ def text_ids(reference: Path) -> list[int] | None:
         return None
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        reference, gguf_file=gguf_file(reference), local_files_only=True, trust_remote_code=False
-    )
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            reference, gguf_file=gguf_file(reference), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers and tokenizers raise many kinds for files that are none
+        raise ExportError(f"transformers cannot read the tokenizer of {reference}: {error}") from error
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return list(tokenizer(text[len(text) // 2 :], add_special_tokens=False)["input_ids"])

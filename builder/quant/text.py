@@ -70,7 +70,10 @@ def text_batch(folder: Path, vocab_size: int, text: str, config: CalibrationConf
         raise QuantizationError(
             f"{folder}: has no tokenizer.json to read {name} with; calibrate on a token file (.json or .npy)"
         )
-    ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    try:
+        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    except Exception as error:  # tokenizers raises plain Exception for a file that is none
+        raise QuantizationError(f"{path}: not a tokenizer: {error}") from error
     count = min(config.sequences, max(1, len(ids) // config.length))
     stride = len(ids) // count
     windows = [ids[i * stride : i * stride + min(config.length, stride)] for i in range(count)]
@@ -92,7 +95,7 @@ def _token_file(path: Path) -> Sequence[Sequence[int]]:
         return sequences
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QuantizationError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, list) or not all(
         isinstance(s, list) and all(type(token) is int for token in s) for s in document

@@ -81,6 +81,11 @@ HEADER_LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative_shape": (lambda h: h[Q0].update(shape=[-32, -32]), "not counts"),
     "boolean_shape": (lambda h: h[Q0].update(shape=[True, 32]), "not counts"),
     "unknown_dtype": (lambda h: h[Q0].update(dtype="F7"), "dtype 'F7'"),
+    "dtype_is_a_list": (lambda h: h[Q0].update(dtype=[]), r"dtype \[\]; known are F64"),
+    "dtype_is_an_object": (lambda h: h[Q0].update(dtype={}), r"dtype \{\}; known are F64"),
+    "dtype_is_nothing": (lambda h: h[Q0].update(dtype=None), "dtype None; known are F64"),
+    "shape_is_an_object": (lambda h: h[Q0].update(shape={}), "4096"),
+    "shape_is_a_number": (lambda h: h[Q0].update(shape=32), "malformed"),
     "no_offsets": (lambda h: h[Q0].pop("data_offsets"), "malformed"),
     "entry_is_no_object": (lambda h: h.update({Q0: 3}), "malformed"),
     "overlap": (
