@@ -12,6 +12,21 @@ from enginebay.export.errors import UnsupportedModelError
 
 _REQUIRED: Any = object()
 
+# No model comes near: what is beyond them is damage, and would exhaust memory or overflow in arithmetic.
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = 1e15
+MAX_REPEATED = 10_000  # layers and experts: each is an object or more
+_REPEATED = frozenset(
+    [
+        "num_hidden_layers",
+        "n_layer",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "n_shared_experts",
+    ]
+)
+
 # Keys that change nothing a causal forward pass computes: training, generation, bookkeeping.
 IRRELEVANT = frozenset(
     [
@@ -143,7 +158,11 @@ class Config:
         value = self.raw(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        return int(self._typed(key, value, int, "an integer"))
+        value = int(self._typed(key, value, int, "an integer"))
+        limit = MAX_REPEATED if key in _REPEATED else MAX_INTEGER
+        if abs(value) > limit:
+            raise self.refusal(key, value, f"must not be beyond {limit}")
+        return value
 
     def count(self, key: str, default: Any = _REQUIRED) -> int:
         """A positive integer."""
@@ -163,10 +182,18 @@ class Config:
         return self.count(key) if self.has(key) else None
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
-        value = self.raw(key, default)
-        if type(value) is int:
-            value = float(value)
-        return float(self._typed(key, value, float, "a number"))
+        return self._number(key, self.raw(key, default))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        return tuple(self._number(key, value) for value in self.items(key))
+
+    def positive(self, key: str, default: Any = _REQUIRED) -> float:
+        """A number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.refusal(key, value, "must be positive")
+        return value
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
         return bool(self._typed(key, self.raw(key, default), bool, "true or false"))
@@ -196,7 +223,7 @@ class Config:
 
     def refusal(self, key: str, value: Any, reason: str) -> UnsupportedModelError:
         """The error for a value that this family does not cover."""
-        return UnsupportedModelError(f"{self._where}: '{key}' is {value!r}: {reason}")
+        return UnsupportedModelError(f"{self._where}: '{key}' is {_short(value)}: {reason}")
 
     def finish(self) -> None:
         """Refuses keys that nobody read and that are not known to be irrelevant."""
@@ -212,6 +239,12 @@ class Config:
                 "Ignoring them could give a "
                 "different model; remove them if they are yours, or teach the family (docs/families.md)"
             )
+
+    def _number(self, key: str, value: Any) -> float:
+        value = self._typed(key, value, (int, float), "a number")
+        if not abs(value) <= MAX_NUMBER:  # NaN is none either
+            raise self.refusal(key, value, f"must not be beyond {MAX_NUMBER:g}")
+        return float(value)
 
     def _typed(self, key: str, value: Any, kind: Any, words: str) -> Any:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

@@ -146,16 +146,18 @@ def is_current(source: Path, out: Path) -> bool:
     """
     try:
         record = json.loads((out / SOURCE_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(record, dict) or record.get("schema") != SOURCE_SCHEMA:
+        return False
+    if not isinstance(record.get("files"), dict):
         return False
     sidecar = out / WEIGHTS_FILE
     whole = sidecar.is_file() and sidecar.stat().st_size == record.get("weight_bytes")
     return (
         whole
         and (out / MODEL_FILE).is_file()
-        and record.get("files") == _stamps(source, [*record.get("files", {}), *COMPANIONS])
+        and record["files"] == _stamps(source, [*record["files"], *COMPANIONS])
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginebay.export.checkpoint import Checkpoint, TensorInfo
+from enginebay.export.config import MAX_INTEGER
 from enginebay.export.errors import CheckpointError, UnsupportedModelError
 from enginebay.export.fp8 import checked_fp8, expand_fp8, fp8_scales, read_array, to_floats
 from enginebay.export.packed import (
@@ -246,7 +247,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         return Scheme("awq", _bits(table.get("bits", 4), (4,)), symmetric=False)
     if method == "fp8":
         size = table.get("weight_block_size")
-        return Scheme("fp8", 8, block=None if size is None else (int(size[0]), int(size[1])))
+        return Scheme("fp8", 8, block=None if size is None else _block(size))
     if method == "compressed-tensors":
         return _compressed(table)
     raise UnsupportedModelError(
@@ -277,13 +278,21 @@ def scheme_notes(scheme: Scheme, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _compressed(table: Mapping[str, Any]) -> Scheme:
     groups = table.get("config_groups")
-    weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, dict) else []
-    kinds = {(w.get("type"), w.get("num_bits"), bool(w.get("symmetric", True))) for w in weights}
+    entries = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [entry.get("weights") or {} if isinstance(entry, dict) else None for entry in entries]
+    if not all(isinstance(weight, dict) for weight in weights):
+        raise UnsupportedModelError(f"config.json: config_groups is {groups!r:.60}, not groups with weights")
+    kinds = {
+        (str(w.get("type")), str(w.get("num_bits")), bool(w.get("symmetric", True)))
+        for w in weights
+        if w is not None
+    }
     if len(kinds) != 1:
         raise UnsupportedModelError(
             f"config.json: compressed-tensors with {len(kinds)} kinds of weights; one is read"
         )
-    ((kind, bits, symmetric),) = kinds
+    ((kind, written, symmetric),) = kinds
+    bits = int(written) if written in ("4", "8") else None
     form = str(table.get("format"))
     if kind == "float" and bits == 8:
         return Scheme("fp8", 8)
@@ -292,14 +301,23 @@ def _compressed(table: Mapping[str, Any]) -> Scheme:
     if kind == "int" and bits == 8 and symmetric and form in ("int-quantized", "naive-quantized"):
         return Scheme("int8", 8)
     raise UnsupportedModelError(
-        f"config.json: compressed-tensors format '{form}' of {bits}-bit {kind} is not read"
+        f"config.json: compressed-tensors format '{form:.60}' of {written:.60}-bit {kind:.60} is not read"
     )
+
+
+def _block(value: Any) -> tuple[int, int]:
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_INTEGER for size in sizes):
+        raise UnsupportedModelError(
+            f"config.json: weight_block_size is {value!r:.60}, not two positive sizes"
+        )
+    return sizes[0], sizes[1]
 
 
 def _bits(value: Any, known: tuple[int, ...]) -> int:
     if value not in known:
         raise UnsupportedModelError(
-            f"config.json: {value!r} bits a weight; {' and '.join(map(str, known))} are read"
+            f"config.json: {value!r:.60} bits a weight; {' and '.join(map(str, known))} are read"
         )
     return int(value)
 

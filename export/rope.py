@@ -35,7 +35,7 @@ def read_rope(
     """
     theta = config.number("rope_theta", theta)
     partial = config.number("partial_rotary_factor", partial)
-    original = config.raw("original_max_position_embeddings", None)
+    original = config.nullable("original_max_position_embeddings", None)
     new_style = config.has("rope_parameters")
     table = config.table("rope_parameters" if new_style else "rope_scaling")
     if new_style and config.has("rope_scaling"):
@@ -73,7 +73,7 @@ def rope_from_table(
     theta = table.number("rope_theta", theta)
     rotary = int(head_dim * table.number("partial_rotary_factor", partial))
     if original is None:
-        original = table.integer("original_max_position_embeddings", positions)
+        original = table.count("original_max_position_embeddings", positions)
     else:
         table.ignore("original_max_position_embeddings")
     fields: dict[str, Any] = {}
@@ -92,9 +92,11 @@ def rope_from_table(
         fields["beta_slow"] = table.number("beta_slow", 1.0)
         fields["truncate"] = table.flag("truncate", True)
         fields["attention_factor"] = _yarn_attention_factor(table, fields["factor"])
+    if kind == "longrope" and original < 2:
+        raise table.refusal("original_max_position_embeddings", original, "longrope needs at least 2")
     if kind == "longrope":
-        fields["short_factors"] = tuple(float(value) for value in table.items("short_factor"))
-        fields["long_factors"] = tuple(float(value) for value in table.items("long_factor"))
+        fields["short_factors"] = table.numbers("short_factor")
+        fields["long_factors"] = table.numbers("long_factor")
         fields["factor"] = table.number("factor", positions / original)
         fields["attention_factor"] = _longrope_attention_factor(table, fields["factor"], original)
     table.finish()
@@ -104,13 +106,13 @@ def rope_from_table(
 
 
 def _yarn_attention_factor(table: Config, factor: float) -> float:
-    mscale, mscale_all_dim = table.raw("mscale", None), table.raw("mscale_all_dim", None)
+    mscale, mscale_all_dim = table.number("mscale", 0.0), table.number("mscale_all_dim", 0.0)
     if table.has("attention_factor"):
         return table.number("attention_factor")
     table.ignore("attention_factor")
 
     if mscale and mscale_all_dim:
-        return magnitude(factor, float(mscale)) / magnitude(factor, float(mscale_all_dim))
+        return magnitude(factor, mscale) / magnitude(factor, mscale_all_dim)
     return magnitude(factor, 1.0)
 
 

@@ -253,7 +253,7 @@ class ModelSpec:
         """Raises SpecError for another schema, unknown or missing keys and wrong types."""
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"spec is not JSON: {error}") from error
         found = document.get("schema") if isinstance(document, dict) else None
         if found != SCHEMA:
@@ -288,7 +288,8 @@ def _check(spec: ModelSpec) -> None:
             raise SpecError(message)
 
     for name in ("vocab_size", "hidden_size", "max_positions"):
-        need(getattr(spec, name) > 0, f"{name} is {getattr(spec, name)}, must be positive")
+        size = getattr(spec, name)
+        need(0 < size < 2**31, f"{name} is {size}, must be positive and less than 2^31")
     need(len(spec.layers) > 0, "the model has no layers")
     need(
         sorted(layer for group in spec.cache_groups for layer in group.layers)

@@ -99,7 +99,7 @@ def layer_kinds(config: Config, default: Callable[[int], bool]) -> list[bool]:
         return [default(index) for index in range(count)]
     names = config.items("layer_types")
     known = {"full_attention": False, "sliding_attention": True}
-    if len(names) != count or any(name not in known for name in names):
+    if len(names) != count or any(not isinstance(name, str) or name not in known for name in names):
         raise config.refusal("layer_types", names, f"must be {count} of {', '.join(known)}")
     return [known[name] for name in names]
 

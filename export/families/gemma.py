@@ -50,7 +50,7 @@ def _spec(
             attention(
                 config,
                 head_dim(config, config.count("num_attention_heads"), 256),
-                scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+                scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
                 window=window,
                 softcap=caps[0],
                 rope=len(ropes) - 1 if window else 0,

@@ -26,7 +26,7 @@ def spec(config: Config) -> ModelSpec:
         norm,
         [read_rope(config, attend.head_dim)],
         embedding_scale=config.number("embedding_multiplier", 1.0),
-        logits_scale=1.0 / config.number("logits_scaling", 1.0),
+        logits_scale=1.0 / config.positive("logits_scaling", 1.0),
     )
 
 

@@ -21,6 +21,8 @@ from enginebay.export.checkpoint import open_checkpoint
 from enginebay.export.errors import CheckpointError, ExportError
 from enginebay.export.exporter import describe, export_model, is_current
 from enginebay.export.generic import export_traced
+from enginebay.export.spec import ModelSpec
+from enginebay.export.spec_json import SpecError
 
 TINY = LlamaConfig(
     vocab_size=50,
@@ -223,6 +225,16 @@ def test_a_short_sidecar_is_not_current(folder: Path, tmp_path: Path) -> None:
     with (out / "weights.bin").open("r+b") as file:
         file.truncate(1000)
     assert not is_current(folder, out)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"schema": 1, "files": 3}', "[]"])
+def test_a_damaged_record_is_not_current(folder: Path, tmp_path: Path, text: str) -> None:
+    out = tmp_path / "out"
+    export_model(folder, out)
+    (out / "source.json").write_text(text)
+    assert not is_current(folder, out)
+    with pytest.raises(SpecError, match="not JSON"):
+        ModelSpec.from_json("[" * 200_000)
 
 
 def test_a_folder_of_the_user_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
