@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,6 +220,35 @@ def test_the_probe_names_the_layer_that_is_not_updated_in_place(
     monkeypatch.setattr(OrtEngine, "run", forgetful)
     with pytest.raises(EngineLoadError, match="layer 1 does not write its cache in place"):
         OrtEngine(engine_folder("fp32"), EngineOptions(num_blocks=4))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (("limits", "max_batch"), 0, r"limits\.max_batch: 0"),
+        (("limits", "max_step_tokens"), -1, r"limits\.max_step_tokens: -1"),
+        (("limits", "max_sequence"), 0, r"limits\.max_sequence: 0"),
+        (("limits", "vocab_size"), 2**40, r"limits\.vocab_size: 1099511627776"),
+        (("cache_groups", 0, "block_size"), 0, r"block_size: 0"),
+        (("cache_groups", 0, "block_size"), 17, r"block_shape: .* 17 tokens"),
+        (("cache_groups", 0, "block_shape"), [2, 16, 0, 16], r"block_shape\[2\]: 0"),
+        (("cache_groups", 0, "block_shape"), [16, 16], r"block_shape: "),
+        (("cache_groups", 0, "layers"), [], r"layers: empty"),
+    ],
+)
+def test_numbers_that_no_engine_can_have_are_named(
+    engine_folder: EngineFolder, tmp_path: Path, key: tuple[str | int, ...], value: object, words: str
+) -> None:
+    folder = copied(engine_folder("int4"), tmp_path / "engine")
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    inner = document
+    for part in key[:-1]:
+        inner = inner[part]
+    inner[key[-1]] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(EngineLoadError, match=rf"manifest\.json: .*{words}"):
+        OrtEngine(folder)
 
 
 def test_another_version_of_the_runtime_is_refused(engine_folder: EngineFolder, tmp_path: Path) -> None:
