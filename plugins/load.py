@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from enginebay.plugins import ops
 
 ENVIRONMENT = "ENGINEBAY_PLUGIN_LIBRARY"
-PACKAGED = Path(__file__).resolve().parent / "lib" / "libenginebay_cpu.so"
+PACKAGED = Path(__file__).absolute().parent / "lib" / "libenginebay_cpu.so"
 ABI_VERSION = 1
 MESSAGE_BYTES = 512
 

@@ -6,11 +6,20 @@ import os
 import socket
 from pathlib import Path
 
+_MOST = 65535
 _LISTEN = "0A"  # of /proc/net/tcp
 
 
 class PortBusyError(RuntimeError):
     """A wanted port is taken; the message names it and its holder."""
+
+
+def check_range(port: int, purpose: str, option: str) -> None:
+    """ValueError where there is no such port; it names `option`."""
+    if not 0 <= port <= _MOST:
+        raise ValueError(
+            f"{purpose} port {port} is out of range; {option} takes 0 to {_MOST} (0 takes a free one)"
+        )
 
 
 def free_ports(address: str, count: int) -> list[int]:

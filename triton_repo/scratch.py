@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_PLAIN = re.compile(r"[A-Za-z0-9/._+-]+")
+_FALLBACK = "/tmp"  # noqa: S108 (of a folder of this user's, checked to be that)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where POSIX shared memory lives)
 
 
@@ -88,8 +91,13 @@ def _prefix(folder: Path) -> str:
 
 
 def _base() -> Path:
-    """This user's folder; refused where another user made it."""
-    base = Path(tempfile.gettempdir()) / f"enginebay-{os.getuid()}"
+    """This user's folder; refused where another user made it.
+
+    In /tmp where TMPDIR has characters that Triton's Python backend cannot handle: it hands paths under the
+    folder to a shell unquoted, and its interpreter knows no others than ASCII.
+    """
+    temporary = tempfile.gettempdir()
+    base = Path(temporary if _PLAIN.fullmatch(temporary) else _FALLBACK) / f"enginebay-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
     if base.is_symlink() or base.stat().st_uid != os.getuid():
         raise PermissionError(f"{base}: belongs to another user; remove it or set TMPDIR")

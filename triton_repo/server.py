@@ -22,7 +22,7 @@ from typing import Self
 from enginebay.triton_repo import serverlog
 from enginebay.triton_repo.backend.control import DRAIN, DRAINED, ENVIRONMENT
 from enginebay.triton_repo.install import ServerInstall, ServerNotFoundError, find_server
-from enginebay.triton_repo.ports import PortBusyError, check_free, free_ports
+from enginebay.triton_repo.ports import PortBusyError, check_free, check_range, free_ports
 from enginebay.triton_repo.scratch import Scratch
 
 __all__ = [
@@ -34,9 +34,11 @@ __all__ = [
     "find_server",
 ]
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SUPERVISOR = Path(__file__).with_name("supervise.py")
 _EXIT_GRACE = 8.0  # seconds that Triton gets for its own shutdown, beside the draining
 _IDLE_GRACE = 4.0  # when nothing is in flight; it takes some 3, and never ends while a gRPC stream is open
+_MOST_SECONDS = 7 * 24 * 3600
 _POLL = 0.1
 _WATCH = 0.5
 _LOOKS = 20
@@ -67,6 +69,24 @@ class ServerOptions:
     exit_on_error: bool = True
     log: Path | None = None
     arguments: tuple[str, ...] = ()  # more of Triton's own
+
+    def __post_init__(self) -> None:
+        for port, purpose, option in self.ports:
+            check_range(port, purpose, option)
+        for name, seconds in (("ready_timeout", self.ready_timeout), ("drain_timeout", self.drain_timeout)):
+            if not 0 <= seconds <= _MOST_SECONDS:
+                raise ValueError(
+                    f"{name}: {seconds} is out of range; it must be between 0 and {_MOST_SECONDS} seconds"
+                )
+
+    @property
+    def ports(self) -> tuple[tuple[int, str, str], ...]:
+        """Port, what it is for, and the option that chooses it."""
+        return (
+            (self.http_port, "HTTP", "--http-port"),
+            (self.grpc_port, "gRPC", "--grpc-port"),
+            (self.metrics_port, "metrics", "--metrics-port"),
+        )
 
 
 class TritonServer:
@@ -135,7 +155,7 @@ class TritonServer:
                 f"{self.repository}: no such folder; make a repository with 'enginebay package ENGINE REPO'"
             )
         install = self._install or find_server()
-        free = 0 in (self.options.http_port, self.options.grpc_port, self.options.metrics_port)
+        free = any(port == 0 for port, _, _ in self.options.ports)
         for attempt in itertools.count(1):
             try:
                 self._start(install)
@@ -185,7 +205,9 @@ class TritonServer:
         return self._ended.wait(timeout)
 
     def run_until_signal(self) -> None:
-        """Blocks until SIGINT or SIGTERM, then stops, draining; a second signal cuts the draining short.
+        """Blocks until SIGINT, SIGTERM or SIGHUP, then stops, draining; a second signal cuts that short.
+
+        A SIGHUP that is ignored (nohup) stays ignored.
 
         ServerError if the server ends by itself. Main thread only.
         """
@@ -197,7 +219,12 @@ class TritonServer:
             if signals > 1:
                 self._kill()
 
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [
+            number
+            for number in _ENDING
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        previous = {number: signal.signal(number, note) for number in heard}
         try:
             while not signals and not self._ended.wait(0.5):
                 pass
@@ -237,11 +264,7 @@ class TritonServer:
         return f"{reachable}:{port}"
 
     def _choose_ports(self) -> list[int]:
-        wanted = [
-            (self.options.http_port, "HTTP", "--http-port"),
-            (self.options.grpc_port, "gRPC", "--grpc-port"),
-            (self.options.metrics_port, "metrics", "--metrics-port"),
-        ]
+        wanted = self.options.ports
         for port, purpose, option in wanted:
             if port:
                 check_free(self.options.address, port, purpose, option)
@@ -267,7 +290,8 @@ class TritonServer:
         ]
 
     def _link(self, scratch: Scratch) -> Path:
-        """The repository by a path without spaces: the Python backend does not quote it for its shell."""
+        """The repository by a path without spaces and in ASCII: the Python backend does not quote it for its
+        shell, and its interpreter knows no other characters (models/llm/1/model.py)."""
         link = scratch.folder / "repository"
         link.symlink_to(self.repository.resolve())
         return link

@@ -163,7 +163,7 @@ def test_a_moved_repository_works_and_holds_its_own_code(
     engine = shutil.copytree(served_engine, tmp_path / "engine")
     package_repo(engine, tmp_path / "repo", PackageConfig(name="other", settings=SETTINGS, link=False))
     shutil.rmtree(engine)
-    moved = (tmp_path / "repo").rename(tmp_path / "moved here")
+    moved = (tmp_path / "repo").rename(tmp_path / "movéd here")
     modules = moved / "other" / "1" / "lib" / "enginebay" / "triton_repo" / "backend" / "surface.py"
     modules.write_text(modules.read_text().replace("text_input: missing", "packaged code speaking"))
     with TritonServer(moved) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from enginebay.triton_repo import install, scratch, serverlog, supervise
 from enginebay.triton_repo.install import ServerNotFoundError, find_server
 from enginebay.triton_repo.ports import PortBusyError, check_free, free_ports
 from enginebay.triton_repo.scratch import Scratch
+from enginebay.triton_repo.server import ServerOptions
 
 
 def test_free_ports_are_free_and_different() -> None:
@@ -32,6 +34,21 @@ def test_a_busy_port_names_holder_and_option() -> None:
             PortBusyError, match=rf"HTTP port {port} of 127\.0\.0\.1: .*process {os.getpid()} .*--http-port"
         ):
             check_free("127.0.0.1", port, "HTTP", "--http-port")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**30])
+@pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+def test_ports_that_do_not_exist_are_refused_by_name(name: str, port: int) -> None:
+    with pytest.raises(ValueError, match=rf"(?i){name} port {port} is out of range; --{name}-port .*65535"):
+        ServerOptions(**{f"{name}_port": port})
+    assert ServerOptions(**{f"{name}_port": 65535}).ports
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("name", ["drain_timeout", "ready_timeout"])
+def test_times_that_nobody_can_wait_are_refused_by_name(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: .* out of range"):
+        ServerOptions(**{name: seconds})
 
 
 @pytest.fixture
@@ -87,6 +104,20 @@ def test_scratch_refuses_a_folder_by_another_hand(base: Path, tmp_path: Path) ->
     base.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="belongs to another user"):
         Scratch.create()
+
+
+@pytest.mark.parametrize("name", ["with space", "accentué", "$(quoted)"])
+def test_scratch_keeps_away_from_paths_that_triton_cannot_handle(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / name
+    odd.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(odd))
+    monkeypatch.setattr(scratch, "_FALLBACK", str(tmp_path))
+    made = Scratch.create()
+    assert made.folder.parent == tmp_path / f"enginebay-{os.getuid()}"
+    made.release()
+    assert list(odd.iterdir()) == []
 
 
 LOG = "\n".join(
