@@ -41,6 +41,10 @@ with TritonServer(Path(sys.argv[1]), options) as server:
 """
 
 
+CLI = "import sys; from enginebay.cli.main import main; sys.exit(main())"
+FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+
+
 class Served:
     """A server run by another process, as `enginebay serve` does."""
 
@@ -93,13 +97,38 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones(repository: Path, ora
         served.kill()
 
 
-def test_draining_has_a_limit_and_sigint_ends_it_as_well(repository: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_start_up_leaves_nothing(
+    repository: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLI, "serve", str(repository), *FREE_PORTS],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    base = tmp_path / f"enginebay-{os.getuid()}"
+    assert eventually(lambda: any(base.glob("*/pid")), 20)
+    (pid_file,) = base.glob("*/pid")
+    server = int(pid_file.read_text())
+    process.send_signal(ending)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + ending
+    assert ending.name in said
+    assert not alive(server)
+    assert list(base.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])
+def test_draining_has_a_limit_and_other_signals_end_it_as_well(
+    repository: Path, ending: signal.Signals
+) -> None:
     served = Served(repository, drain=1)
     try:
         stream = Stream(served, prompt_tensors("Go on", {**SLOW, "max_tokens": 8000}, stream=True))  # type: ignore[arg-type]
         stream.next()
         began = time.monotonic()
-        served.process.send_signal(signal.SIGINT)
+        served.process.send_signal(ending)
         while (response := stream.next(10)).error is None:
             assert not response.final
         assert response.error == "the server is stopping"
