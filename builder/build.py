@@ -30,7 +30,7 @@ from enginebay.builder.quantise import quantise
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
 from enginebay.builder.targets.base import CacheLayout
-from enginebay.builder.weights import SidecarWriter
+from enginebay.builder.weights import SidecarWriter, check_finite_tensor
 from enginebay.export.staging import obstacle, scratch_folder, staged
 from enginebay.plugins import ops
 
@@ -61,6 +61,7 @@ def build_engine(
     limits = _limits(source, config)
     cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
     _check_output(out, exported)
+    _check_vectors(source.model.graph)
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
         quantised = quantise(source, chosen, config, scratch, progress)
         packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer)
@@ -110,6 +111,15 @@ def build_engine(
     return report
 
 
+def _check_vectors(graph: ir.Graph) -> None:
+    """Norms and biases are small: what is wrong with them is said before hours of calibration. Matrices are
+    checked as they are quantised or written."""
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) < 2:
+            check_finite_tensor(tensor)
+
+
 def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:
     longest = source.spec.max_positions
     if config.max_sequence is not None and config.max_sequence > longest:
@@ -149,6 +159,8 @@ def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: 
                     name, tensor.dtype, shape, (part.data for part in packer.pack(name))
                 )
             elif size > INLINE_BYTES:
+                if isinstance(tensor, ir.ExternalTensor):
+                    check_finite_tensor(tensor)
                 value.const_value = sidecar.write(name, tensor.dtype, shape, [tensor.tobytes()])
             elif isinstance(tensor, ir.ExternalTensor):
                 value.const_value = ir.tensor(tensor.numpy().copy(), name=name)

@@ -148,8 +148,8 @@ class WeightPacker:
             start = 0
             for chunk in quantizer.rows(plan):
                 difference = dequantize_rows(chunk.rows) - chunk.exact
-                squares += float(np.vdot(chunk.exact, chunk.exact))
-                lost += float(np.vdot(difference, difference))
+                squares += _sum_of_squares(chunk.exact)
+                lost += _sum_of_squares(difference)
                 worst = max(worst, float(np.abs(difference).max(initial=0.0)))
                 packed = self._library.pack(chunk.rows)
                 yield packed
@@ -176,6 +176,11 @@ class WeightPacker:
                 max_error=worst,
             )
         )
+
+
+def _sum_of_squares(values: NDArray[np.float32]) -> float:
+    """In float64: the square of a large weight is beyond float32."""
+    return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
 
 
 def _format_attributes(fmt: WeightFormat, block_size: int) -> dict[str, int | float | str]:

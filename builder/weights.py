@@ -13,6 +13,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginebay.builder.quant.formats import QuantizationError
+
 ALIGNMENT = 4096  # of every tensor in a sidecar, so that each can be mapped by itself
 CHUNK_BYTES = 16 << 20  # of float32 rows in memory at once
 ROW_GROUP = 64  # chunks of a matrix begin at multiples of it
@@ -45,6 +47,25 @@ def read_values(tensor: ir.TensorProtocol, start: int, stop: int) -> NDArray[Any
     if nibbles:
         values = np.stack([values & 15, values >> 4], axis=-1)
     return values.reshape(stop - start, columns)
+
+
+def check_finite_tensor(tensor: ir.ExternalTensor) -> None:
+    """QuantizationError naming the first NaN or infinity of a float tensor, read CHUNK_BYTES at a time."""
+    if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 8:
+        return
+    dtype = tensor.dtype.numpy()
+    size, step = math.prod(int(dim) for dim in tensor.shape.numpy()), CHUNK_BYTES // dtype.itemsize
+    for start in range(0, size, step):
+        offset = (tensor.offset or 0) + start * dtype.itemsize
+        values = np.fromfile(tensor.path, dtype=dtype, count=min(step, size - start), offset=offset)
+        finite = np.isfinite(values)
+        if not finite.all():
+            first = int(np.argmin(finite))
+            index = np.unravel_index(start + first, tensor.shape.numpy())
+            raise QuantizationError(
+                f"tensor {tensor.name}: weight [{', '.join(map(str, index))}] is {float(values[first]):g}; "
+                "a checkpoint with such weights cannot be built"
+            )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.experts import experts_of, is_moe, shared_columns
+from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import (
     ROWS,
     Batch,
@@ -121,6 +122,11 @@ def compare(reference: Logits, quantised: Logits, batch: Batch) -> ModelError:
         tokens = following[start:stop][rows]
         losses -= exact[rows, tokens].sum(), ours[rows, tokens].sum()
     predicted = int((following >= 0).sum())
+    if not np.isfinite([*np.exp(losses / predicted), kls]).all():
+        raise QuantizationError(
+            "the model cannot be evaluated: its logits on the text give a perplexity or KL that is no finite "
+            "number; look for weights far too large, or build without --evaluate"
+        )
     return ModelError(
         tokens=batch.tokens,
         perplexity=float(np.exp(losses[1] / predicted)),

@@ -22,7 +22,7 @@ F8_SCALES = 8
 F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN
 I4_LEVELS = 15
 I4_CENTRE = 8
-WEIGHT_MAX = 2.0**127  # beyond it rounding a scale may overflow float32
+WEIGHT_MAX = 2.0**126  # beyond it the span of a block, or rounding its scale, may overflow float32
 TINY = np.finfo(np.float32).tiny
 HALF_MAX = float(np.finfo(np.float16).max)
 

@@ -79,7 +79,13 @@ def measure(
             cheapest, _, base = options[0]
             run.linear(node, probe, dequantize_rows(quantize_rows(weights, cheapest, node.name or "")))
             logits = log_softmax(_finish(run, nodes[place + 1 :], probe, graph).astype(np.float64))
-            divergence = max(0.0, float((np.exp(expected) * (expected - logits)).sum(axis=1).mean()))
+            divergence = float((np.exp(expected) * (expected - logits)).sum(axis=1).mean())
+            if not np.isfinite([divergence, *(lost for _, _, lost in options)]).all():
+                raise QuantizationError(
+                    f"layer {node.name}: quantised to {cheapest.key}, its KL on the text is {divergence:g}; "
+                    "look for weights far too large, or build without --bits"
+                )
+            divergence = max(0.0, divergence)  # rounding may leave it a little below
             scaled = tuple(
                 (fmt, bits, divergence * lost / base if base else 0.0) for fmt, bits, lost in options
             )

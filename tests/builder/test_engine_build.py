@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from builder_support import LAYERS, VOCAB, PlainLibrary
 
+from enginebay.builder import weights
 from enginebay.builder.build import BuildConfig, BuildError, build_engine
 from enginebay.builder.exported import ExportedError
 from enginebay.builder.manifest import EngineManifest, RuntimeFacts
@@ -130,6 +132,59 @@ def test_the_exported_model_is_never_replaced(exported, tmp_path):
 
 def spoil(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"][100, 3] = np.nan
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.1.input_layernorm.weight", r"layers.1.input_layernorm.weight: weight \[7\] is"),
+        ("model.norm.weight", r"model.norm.weight: weight \[7\] is"),
+        ("model.layers.0.self_attn.q_proj.bias", r"q_proj.bias: weight \[7\] is"),
+    ],
+)
+def test_a_vector_that_is_not_finite_is_named(exported, tmp_path, name, words, value):
+    def spoil_vector(tensors):
+        tensors[name][7] = value
+
+    source = exported(edit=spoil_vector, bias=True)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(QuantizationError, match=words):
+        build_engine(source, tmp_path / "engine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_tensor_is_checked_a_chunk_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 64)
+    values = np.ones((3, 50), np.float16)
+    values[2, 31] = np.inf
+    (tmp_path / "w").write_bytes(bytes(6) + values.tobytes())
+    where = {"name": "w", "shape": ir.Shape([3, 50]), "base_dir": tmp_path}
+    with pytest.raises(QuantizationError, match=r"tensor w: weight \[2, 31\] is inf"):
+        weights.check_finite_tensor(ir.ExternalTensor("w", 6, 300, ir.DataType.FLOAT16, **where))
+    weights.check_finite_tensor(ir.ExternalTensor("w", 6, 300, ir.DataType.INT16, **where))
+
+
+@pytest.mark.parametrize("quant", ["int4", "int8", "fp32"])
+def test_weights_that_are_huge_but_finite_give_errors_that_are_numbers(exported, tmp_path, quant):
+    def enlarge(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][100, 3:5] = 8e37, -8e37
+        tensors["model.layers.0.mlp.down_proj.weight"][5, 5] = 1e30
+
+    out = tmp_path / "engine"
+    report = build_engine(exported(edit=enlarge, dtype=np.float32), out, BuildConfig(quant=quant))
+    for layer in report.layers:
+        assert np.isfinite([layer.relative_error, layer.squared_error, layer.max_error]).all()
+        assert layer.relative_error < 0.27  # half a step of 15 in each of 32 weights over two at its ends
+    json.loads((out / "report.json").read_text())
+
+
+def test_weights_whose_span_is_beyond_float32_are_named(exported, tmp_path):
+    def enlarge(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][100, 3:5] = 1.7e38, -1.7e38
+
+    with pytest.raises(QuantizationError, match=r"gate_proj.weight: weight \[228, 3\] is 1.7e\+38"):
+        build_engine(exported(edit=enlarge, dtype=np.float32), tmp_path / "engine")
 
 
 def test_nothing_is_left_of_a_build_that_fails(exported, tmp_path):
