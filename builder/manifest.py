@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+BLOCK_AXES = {"paged": (4, 1), "latent": (2, 0)}  # dimensions of a block's shape, and the one of its tokens
+COUNT_MAX = 2**31 - 1  # kernels count in int32
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -104,6 +106,27 @@ class CacheGroupRecord:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
         return len(self.layers) * math.prod(self.block_shape) * CACHE_BYTES[self.dtype]
+
+    def faults(self, key: str) -> Iterator[str]:
+        """What no group can have; `key` is the group's own in the manifest."""
+        if self.dtype not in CACHE_BYTES:
+            yield f"{key}.dtype: {self.dtype!r} is none of {', '.join(CACHE_BYTES)}"
+        if not self.layers:
+            yield f"{key}.layers: empty"
+        elif min(self.layers) < 0:
+            yield f"{key}.layers: {min(self.layers)} is no layer"
+        yield from _count_fault(f"{key}.block_size", self.block_size)
+        for at, size in enumerate(self.block_shape):
+            yield from _count_fault(f"{key}.block_shape[{at}]", size)
+        if self.kind not in BLOCK_AXES:
+            yield f"{key}.kind: {self.kind!r} is none of {', '.join(BLOCK_AXES)}"
+            return
+        dimensions, axis = BLOCK_AXES[self.kind]
+        if len(self.block_shape) != dimensions or self.block_shape[axis] != self.block_size:
+            yield (
+                f"{key}.block_shape: {list(self.block_shape)} is no shape of a {self.kind} block of "
+                f"{self.block_size} tokens"
+            )
 
 
 @dataclass(frozen=True)
@@ -216,20 +239,26 @@ class EngineManifest:
             manifest = from_json(EngineManifest, document)
         except DocumentError as fault:
             raise ManifestError([f"{path}: {fault}; build the engine again"]) from None
-        for index, record in enumerate(manifest.files):
-            if Path(record.name).name != record.name:
-                raise ManifestError(
-                    [f"{path}: files[{index}].name: {record.name!r} is not a plain file name"]
-                )
-        for index, group in enumerate(manifest.cache_groups):
-            if group.dtype not in CACHE_BYTES:
-                raise ManifestError(
-                    [
-                        f"{path}: cache_groups[{index}].dtype: {group.dtype!r} is none of "
-                        + ", ".join(CACHE_BYTES)
-                    ]
-                )
+        if fault := next(manifest._faults(), None):
+            raise ManifestError([f"{path}: {fault}; build the engine again"])
         return manifest
+
+    def _faults(self) -> Iterator[str]:
+        """What no engine can have: the key, its value and what it may be."""
+        if not self.files:
+            yield "files: empty, but an engine has files"
+        for index, record in enumerate(self.files):
+            if Path(record.name).name != record.name:
+                yield f"files[{index}].name: {record.name!r} is not a plain file name"
+        for name, value in vars(self.limits).items():
+            yield from _count_fault(f"limits.{name}", value)
+        if not self.cache_groups:
+            yield "cache_groups: empty, but every layer has a cache"
+        for index, group in enumerate(self.cache_groups):
+            yield from group.faults(f"cache_groups[{index}]")
+        layers = [layer for group in self.cache_groups for layer in group.layers]
+        if len(set(layers)) < len(layers):
+            yield "cache_groups: a layer is in them twice"
 
     def check(self, folder: Path, facts: RuntimeFacts) -> list[str]:
         """Compare with the files in `folder` and with this machine.
@@ -294,6 +323,11 @@ class EngineManifest:
                     f"file {digest[:12]}; copy it again, or " + self.rebuild_command.format(engine=folder)
                 )
         return problems
+
+
+def _count_fault(key: str, value: int) -> Iterator[str]:
+    if not 1 <= value <= COUNT_MAX:
+        yield f"{key}: {value} is out of range; it must be between 1 and {COUNT_MAX}"
 
 
 def enginebay_version() -> str:

@@ -188,6 +188,34 @@ def test_a_folder_without_a_manifest(tmp_path):
         ("quantization.layers.lm_head", {}, "quantization.layers.lm_head: without format, method, shape"),
         ("files.0.size", 1.5, r"files\[0\].size: 1.5 instead"),
         ("files.0.name", "../../etc/passwd", r"files\[0\].name: '../../etc/passwd' is not a plain file name"),
+        *(
+            (
+                f"limits.{name}",
+                value,
+                f"limits.{name}: {value} is out of range; it must be between 1 and 2147483647",
+            )
+            for name in ("max_batch", "max_step_tokens", "max_sequence", "vocab_size")
+            for value in (0, -1, 2**31, 10**400)
+        ),
+        ("files", [], "files: empty"),
+        ("cache_groups", [], "cache_groups: empty"),
+        ("cache_groups.0.layers", [], r"cache_groups\[0\].layers: empty"),
+        ("cache_groups.0.layers", [0, -1], r"cache_groups\[0\].layers: -1 is no layer"),
+        ("cache_groups.0.layers", [0, 0], "cache_groups: a layer is in them twice"),
+        ("cache_groups.0.kind", "ring", r"cache_groups\[0\].kind: 'ring' is none of paged, latent"),
+        (
+            "cache_groups.0.kind",
+            "latent",
+            r"block_shape: \[2, 16, 2, 16\] is no shape of a latent block of 16",
+        ),
+        ("cache_groups.0.block_size", 0, r"cache_groups\[0\].block_size: 0 is out of range"),
+        (
+            "cache_groups.0.block_size",
+            32,
+            r"block_shape: \[2, 16, 2, 16\] is no shape of a paged block of 32",
+        ),
+        ("cache_groups.0.block_shape", [], r"block_shape: \[\] is no shape"),
+        ("cache_groups.0.block_shape", [2, 16, 0, 16], r"block_shape\[2\]: 0 is out of range"),
         (
             "cache_groups.0.dtype",
             "int3",

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from enginebay.builder.manifest import MANIFEST, EngineManifest, RuntimeFacts
+from enginebay.builder.manifest import EngineManifest, RuntimeFacts
 from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary, library_hash
 from enginebay.triton_repo.runtime.engine import EngineLimits, StepInputs
@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 _GRAPH = "engine.onnx"
 _MOST_CACHE_BYTES = 4 << 30  # of the default budget
-_MOST_COUNT = 2**31 - 1  # kernels count in int32
 _SPIN_US = 50  # that an idle thread waits busily before it sleeps
 _STEP_INPUTS = {
     "input_ids": "input_ids",
@@ -79,7 +78,6 @@ class OrtEngine:
         kinds = [group.kind for group in self.manifest.cache_groups]
         if kinds not in (["paged"], ["latent"]):
             raise EngineLoadError(f"{folder}: cache groups {kinds}; this runtime serves one, paged or latent")
-        _check_ranges(folder, self.manifest)
         group = self.manifest.cache_groups[0]
         limits = self.manifest.limits
         self._limits = EngineLimits(
@@ -200,31 +198,6 @@ def _rope_switch(model: Mapping[str, Any]) -> int:
     """ModelSpec.rope_switch of the manifest's model: the longest sequence that reads the first RoPE table."""
     switching = (rope for rope in model.get("ropes", ()) if rope["kind"] in ("longrope", "dynamic"))
     return next((int(rope["original_positions"]) for rope in switching), 0)
-
-
-def _check_ranges(folder: Path, manifest: EngineManifest) -> None:
-    """EngineLoadError naming the first number of the manifest that no engine can have."""
-    group, limits = manifest.cache_groups[0], manifest.limits
-    numbers = {
-        **{f"limits.{name}": value for name, value in vars(limits).items()},
-        "cache_groups[0].block_size": group.block_size,
-        **{f"cache_groups[0].block_shape[{at}]": size for at, size in enumerate(group.block_shape)},
-    }
-    for name, value in numbers.items():
-        if not 1 <= value <= _MOST_COUNT:
-            raise EngineLoadError(
-                f"{folder / MANIFEST}: {name}: {value} is out of range; it must be between 1 and "
-                f"{_MOST_COUNT}; build the engine again"
-            )
-    if len(group.layers) == 0:
-        raise EngineLoadError(f"{folder / MANIFEST}: cache_groups[0].layers: empty; build the engine again")
-    dimensions = 4 if group.kind == "paged" else 2
-    at = 1 if group.kind == "paged" else 0
-    if len(group.block_shape) != dimensions or group.block_shape[at] != group.block_size:
-        raise EngineLoadError(
-            f"{folder / MANIFEST}: cache_groups[0].block_shape: {list(group.block_shape)} is no shape of a "
-            f"{group.kind} block of {group.block_size} tokens; build the engine again"
-        )
 
 
 def _block_count(manifest: EngineManifest, options: EngineOptions) -> int:

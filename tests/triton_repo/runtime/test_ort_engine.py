@@ -247,7 +247,7 @@ def test_numbers_that_no_engine_can_have_are_named(
         inner = inner[part]
     inner[key[-1]] = value
     path.write_text(json.dumps(document))
-    with pytest.raises(EngineLoadError, match=rf"manifest\.json: .*{words}"):
+    with pytest.raises(ManifestError, match=rf"manifest\.json: .*{words}"):
         OrtEngine(folder)
 
 
