@@ -195,6 +195,10 @@ def test_bad_parameters_are_named(server: TritonServer, fields: dict[str, Any], 
         ('{"top_p": NaN}', "NaN"),
         ("[" * 60000, "JSON"),
         (" " * 70000, "at most"),
+        (r'{"cache_salt": "\ud800"}', "cache_salt: character 0 is a lone surrogate"),
+        (r'{"stop": ["a\ud800"]}', "stop[0]: character 1 is a lone surrogate"),
+        (r'{"\ud800": 1}', r"\ud800: unknown parameter"),
+        ('{"repetition_penalty": 1e-300}', "repetition_penalty: 1e-300 is out of range"),
     ],
 )
 def test_bad_json_is_refused(server: TritonServer, raw: str, message: str) -> None:
@@ -211,6 +215,9 @@ def test_prompts_that_cannot_be_served(server: TritonServer) -> None:
     status, body = post(server, "generate", {"text_input": ""})
     assert status == 400
     assert "no tokens" in body
+    status, body = post(server, "generate", {"text_input": "x" * 4_000_000})
+    assert status == 400
+    assert f"4000000 bytes; the {POSITIONS} tokens" in body
 
 
 def test_text_that_is_not_utf8(server: TritonServer) -> None:
