@@ -132,12 +132,12 @@ inline void integer_rows(const TileTask& task, int row, const uint8_t* panel, in
   constexpr int kStep = W == Weights::kI8 ? 512 : 256;  // bytes of a panel's 32 values of k
   const QuantLinearLayout& layout = *task.layout;
   const int rows = task.rows;
-  const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
+  const Visit* visits = visits_of(task.x);
   const uint8_t* x = task.x + visits_bytes(layout) + 4 * row;
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
-  for (int32_t v = 0; v < visits[0]; ++v) {
-    const size_t b = static_cast<size_t>(visits[1 + v]);
+  for (int64_t v = 0; v < visit_count(task.x); ++v) {
+    const size_t b = static_cast<size_t>(visits[v].block);
     const uint8_t* scales = panel + kAlignment + b * block_scales_bytes(layout) + 16 * half;
     const uint8_t* values = panel + layout.values_offset + b * block_values_bytes(layout) + 32 * half;
     const uint8_t* x_scales = x + rows * layout.block;

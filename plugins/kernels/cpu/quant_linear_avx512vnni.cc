@@ -31,6 +31,23 @@ inline __m512 broadcast_float(const uint8_t* value) {
   return _mm512_set1_ps(*reinterpret_cast<const float*>(value));
 }
 
+// The weights of 32 k of a panel, group of four k after group.
+template <Weights W>
+inline void unpack_32(const uint8_t* values, __m512i (&w)[8]) {
+  if constexpr (W == Weights::kI8) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) w[g] = load_weights(values + 64 * g);
+  } else {
+    const __m512i nibble = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const __m512i both = load_weights(values + 64 * g);
+      w[2 * g] = _mm512_and_si512(both, nibble);
+      w[2 * g + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+    }
+  }
+}
+
 // R rows times the P panels from `panel` on.
 template <int R, int P, Weights W>
 inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t column) {
@@ -41,8 +58,8 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
   constexpr bool kPrefetch = R >= 4;
   const size_t stride = task.panel_stride;
   const size_t values_bytes = block_values_bytes(layout);
-  const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
-  const int32_t visit_count = visits[0];
+  const Visit* visits = visits_of(task.x);
+  const int64_t count = visit_count(task.x);
   const uint8_t* x = task.x + visits_bytes(layout);
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512 acc[R][P];
@@ -51,12 +68,51 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) acc[r][p] = _mm512_setzero_ps();
   }
-  for (int32_t v = 0; v < visit_count; ++v) {
-    const size_t b = static_cast<size_t>(visits[1 + v]);
+  for (int64_t v = 0; v < count; ++v) {
+    const size_t b = static_cast<size_t>(visits[v].block);
     const uint8_t* scales = panel + kAlignment + b * (W == Weights::kI4Minimum ? 64 : 32);
     const uint8_t* values = panel + layout.values_offset + b * values_bytes;
     const uint8_t* x_scales = x + R * layout.block;
     const uint8_t* x_terms = x_scales + 4 * R;
+    if constexpr (R > 1) {
+      if (const uint32_t some = visits[v].rows; some != (1u << R) - 1) {
+        // A second visit is for few rows: each weight is unpacked once and the other rows are passed over.
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+          __m512i sum[R];
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            sum[r] = W == Weights::kI4Minimum
+                         ? _mm512_setzero_si512()
+                         : _mm512_set1_epi32(reinterpret_cast<const int32_t*>(x_terms)[r]);
+          }
+          for (int quarter = 0; quarter < layout.block / 32; ++quarter) {
+            const uint8_t* codes = x + 32 * R * quarter;
+            __m512i w[8];
+            unpack_32<W>(values + p * stride + quarter * (W == Weights::kI8 ? 512 : 256), w);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              if ((some >> r & 1) == 0) continue;
+#pragma GCC unroll 8
+              for (int g = 0; g < 8; ++g) sum[r] = dot4(sum[r], w[g], codes + 4 * (R * g + r));
+            }
+          }
+          const __m512 scale = load_halves(scales + p * stride);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            if ((some >> r & 1) == 0) continue;
+            const __m512 both = _mm512_mul_ps(scale, broadcast_float(x_scales + 4 * r));
+            acc[r][p] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(sum[r]), acc[r][p]);
+            if constexpr (W == Weights::kI4Minimum) {
+              const __m512 minimum = load_halves(scales + p * stride + 32);
+              acc[r][p] = _mm512_fmadd_ps(minimum, broadcast_float(x_terms + 4 * r), acc[r][p]);
+            }
+          }
+        }
+        x = x_terms + 4 * R;
+        continue;
+      }
+    }
     __m512i dot[R][P], high_dot[R][P];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {

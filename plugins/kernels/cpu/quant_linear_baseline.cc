@@ -93,11 +93,11 @@ void integer_tile(const TileTask& task) {
   const bool nibbles = layout.format == EB_I4;
   for (int64_t p = 0; p < task.panel_count; ++p) {
     const uint8_t* panel = task.panels + static_cast<size_t>(p) * task.panel_stride;
-    const int32_t* visits = reinterpret_cast<const int32_t*>(task.x);
+    const Visit* visits = visits_of(task.x);
     const uint8_t* x = task.x + visits_bytes(layout);
     float acc[kTileRows][kPanel] = {};
-    for (int32_t v = 0; v < visits[0]; ++v) {
-      const size_t b = static_cast<size_t>(visits[1 + v]);
+    for (int64_t v = 0; v < visit_count(task.x); ++v) {
+      const size_t b = static_cast<size_t>(visits[v].block);
       const uint8_t* scales = panel + kAlignment + b * block_scales_bytes(layout);
       const uint8_t* values = panel + layout.values_offset + b * block_values_bytes(layout);
       const uint8_t* x_scales = x + rows * layout.block;

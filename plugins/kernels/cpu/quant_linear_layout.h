@@ -19,8 +19,7 @@
 // Rows of x are cut into tiles of R <= 8 rows:
 //
 //   float formats   x [K][R] fp32
-//   i8, i4          visits: their count and the block each is to, int32; from the next 64 bytes on, for each
-//   visit
+//   i8, i4          visits: their count, then a Visit for each; from the next 64 bytes on, for each visit
 //                   { q [A/4][R][4] int8, scale [R] fp32, term [R] }, x = scale*q, summed over a block's
 //                   visits (one or two, quant_linear_prepare.h), where term is the fp32 scale*sum(q) for the
 //                   minimum, or the int32 -8*sum(q) (i4) or -128*sum(q) (i8) that turns the stored unsigned
@@ -64,10 +63,19 @@ static inline size_t weight_bytes(const QuantLinearLayout& layout) {
 
 static inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+// One pass over a block for the rows in the mask `rows`; the others have zeros there.
+struct Visit {
+  int32_t block;
+  uint32_t rows;
+};
+
 // Bytes of the list of visits, two to each block at most.
 static inline size_t visits_bytes(const QuantLinearLayout& layout) {
-  return align_up((1 + 2 * static_cast<size_t>(layout.blocks)) * sizeof(int32_t));
+  return align_up((1 + 2 * static_cast<size_t>(layout.blocks)) * sizeof(Visit));
 }
+
+static inline int64_t visit_count(const uint8_t* tile) { return reinterpret_cast<const Visit*>(tile)->block; }
+static inline const Visit* visits_of(const uint8_t* tile) { return reinterpret_cast<const Visit*>(tile) + 1; }
 
 // Bytes of one visit's codes, scales and terms.
 static inline size_t visit_bytes(const QuantLinearLayout& layout, int rows) {

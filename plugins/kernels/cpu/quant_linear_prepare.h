@@ -41,30 +41,30 @@ struct IntegerRows {
       // Where squares overflow or vanish in fp32, no block counts as an outlier.
       limit[r] = mean < kSmallest ? std::numeric_limits<float>::infinity() : kOutlier * std::sqrt(mean);
     }
-    int32_t* visits = reinterpret_cast<int32_t*>(tile);
+    Visit* visits = reinterpret_cast<Visit*>(tile) + 1;
     uint8_t* out = tile + visits_bytes(layout);
     int32_t count = 0;
     for (int64_t b = 0; b < layout.blocks; ++b) {
       const float* from = x + b * layout.block;
       float largest[kTileRows];
-      bool again = false;
+      uint32_t again = 0;
       for (int r = 0; r < rows; ++r) {
         largest[r] = Vector::largest(from + r * layout.in_features, layout.block);
-        again |= largest[r] > limit[r];
+        if (largest[r] > limit[r]) again |= 1u << r;
       }
-      visits[1 + count++] = static_cast<int32_t>(b);
-      if (again) visits[1 + count++] = static_cast<int32_t>(b);
+      visits[count++] = {static_cast<int32_t>(b), (1u << rows) - 1};
+      if (again != 0) visits[count++] = {static_cast<int32_t>(b), again};
       for (int r = 0; r < rows; ++r) {
         float rest[kLargestBlock], unused[kLargestBlock];
         put(from + r * layout.in_features, largest[r], r, out, rest);
-        if (!again) continue;
-        const bool mine = largest[r] > limit[r];
+        if (again == 0) continue;
+        const bool mine = (again >> r & 1) != 0;
         put(rest, mine ? Vector::largest(rest, layout.block) : 0.0f, r, out + visit_bytes(layout, rows),
             unused);
       }
-      out += (again ? 2 : 1) * visit_bytes(layout, rows);
+      out += (again != 0 ? 2 : 1) * visit_bytes(layout, rows);
     }
-    visits[0] = count;
+    reinterpret_cast<Visit*>(tile)->block = count;
   }
 
  private:
