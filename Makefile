@@ -60,6 +60,7 @@ quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed 
 
 build-engine: plugins  ## MODEL=<HF folder> TARGET=ort-cpu QUANT=int4|fp32|fp16|int8 OUT=<folder>
 	@test -n "$(MODEL)" || { echo "say which model: make build-engine MODEL=<Hugging Face folder> QUANT=int4 OUT=<folder>"; exit 2; }
+	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --check-only $(ARGS)
 	@$(BIN)/enginebay export "$(MODEL)" "$(EXPORTED)" --keep
 	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --keep $(ARGS)
 

@@ -25,7 +25,7 @@ from enginebay.builder.manifest import (
 )
 from enginebay.builder.packing import WeightPacker
 from enginebay.builder.quant.plan import StageProgress
-from enginebay.builder.quant.recipes import recipe
+from enginebay.builder.quant.recipes import Recipe, recipe
 from enginebay.builder.quantise import quantise
 from enginebay.builder.report import BuildReport
 from enginebay.builder.targets import Target, target
@@ -39,7 +39,7 @@ INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
 
 
-__all__ = ["BuildConfig", "BuildError", "build_engine"]
+__all__ = ["BuildConfig", "BuildError", "build_engine", "choose"]
 
 
 def build_engine(
@@ -54,9 +54,7 @@ def build_engine(
     """
     started = time.monotonic()
     config = config or BuildConfig()
-    chosen = recipe(config.quant).with_blocks(config.weight_block, config.weight_symmetric)
-    chosen = chosen.with_overrides(config.overrides)
-    where = target(config.target)
+    chosen, where = choose(config)
     source = read_exported(exported)
     limits = _limits(source, config)
     cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
@@ -109,6 +107,12 @@ def build_engine(
         report.save(folder)
         manifest.save(folder)
     return report
+
+
+def choose(config: BuildConfig) -> tuple[Recipe, Target]:
+    """The recipe and the target that `config` names. QuantizationError or TargetError for unknown ones."""
+    chosen = recipe(config.quant).with_blocks(config.weight_block, config.weight_symmetric)
+    return chosen.with_overrides(config.overrides), target(config.target)
 
 
 def _check_vectors(graph: ir.Graph) -> None:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginebay.builder.manifest import COUNT_MAX
 from enginebay.builder.quant.recipes import Override
 from enginebay.builder.quant.text import CalibrationConfig
 
@@ -56,8 +57,8 @@ class BuildConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_step_tokens", "max_sequence", "block_size"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise BuildError(f"{name} is {value}; it must be positive")
+            if value is not None and not 0 < value <= COUNT_MAX:
+                raise BuildError(f"{name} is {value}; it must be between 1 and {COUNT_MAX}")
         if self.bits is not None and not 1 <= self.bits <= 32:
             raise BuildError(f"bits is {self.bits:g}; weights take 1 to 32")
         if self.evaluate < 0:

@@ -223,7 +223,7 @@ class EngineManifest:
             raise ManifestError([f"{path}: {size} bytes, more than a manifest's {MANIFEST_BYTES_MAX}"])
         try:
             document = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ManifestError([f"{path}: not JSON ({error}); build the engine again"]) from error
         if not isinstance(document, dict):
             raise ManifestError([f"{path}: holds {type(document).__name__}, not an object"])
@@ -239,8 +239,8 @@ class EngineManifest:
             manifest = from_json(EngineManifest, document)
         except DocumentError as fault:
             raise ManifestError([f"{path}: {fault}; build the engine again"]) from None
-        if fault := next(manifest._faults(), None):
-            raise ManifestError([f"{path}: {fault}; build the engine again"])
+        if problem := next(manifest._faults(), None):
+            raise ManifestError([f"{path}: {problem}; build the engine again"])
         return manifest
 
     def _faults(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ import argparse
 import filecmp
 from pathlib import Path
 
-from enginebay.builder.build import BuildConfig, build_engine
+from enginebay.builder.build import BuildConfig, build_engine, choose
 from enginebay.builder.exported import read_exported
 from enginebay.builder.manifest import EngineManifest, ManifestError
 from enginebay.builder.quant.formats import QuantizationError
@@ -46,6 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-sequence", type=int, metavar="N", help="tokens of prompt and answer together")
     parser.add_argument(
         "--cache-dtype", metavar="DTYPE", help="float32, float16, bfloat16; default: the recipe's"
+    )
+    parser.add_argument(
+        "--check-only", action="store_true", help="check the options alone: read and write nothing"
     )
     parser.add_argument("--keep", action="store_true", help="do nothing where OUT is this engine already")
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
@@ -124,6 +127,9 @@ def run(args: argparse.Namespace) -> int:
         max_sequence=args.max_sequence,
         cache_dtype=args.cache_dtype,
     )
+    if args.check_only:
+        choose(config)
+        return 0
     report = build(args.exported, args.out, config, keep=args.keep)
     if report is not None and args.json:
         print_json(report.to_dict())

@@ -290,6 +290,7 @@ def test_unknown_names_are_answered_with_the_known(exported, tmp_path):
     ("options", "words"),
     [
         ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_step_tokens": 2**31}, "max_step_tokens is 2147483648; it must be between 1 and 2147483647"),
         ({"block_size": -16}, "block_size is -16"),
         ({"max_step_tokens": 8}, "max_step_tokens 8 is less than max_batch 64"),
         ({"cache_dtype": "int3"}, "cache_dtype 'int3' is unknown; there are float32"),

@@ -230,7 +230,7 @@ def test_a_malformed_document_names_the_key(engine, key, value, words):
     assert str(engine / MANIFEST) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "nul", '"x"', "[" * 100_000, "\ufeff{}"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "nul", '"x"', "[" * 100_000, "9" * 5000, "\ufeff{}"])
 def test_what_is_no_manifest_at_all(engine, text):
     (engine / MANIFEST).write_text(text)
     with pytest.raises(ManifestError, match=r"manifest\.json"):

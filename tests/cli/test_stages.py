@@ -82,6 +82,23 @@ def test_weights_are_quantised_as_asked(
     assert "recipe int8 has no int4 layers" in capsys.readouterr().err
 
 
+def test_options_are_checked_before_there_is_anything_to_build(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = ["build", str(tmp_path / "exported"), str(tmp_path / "engine"), "--check-only"]
+    assert main([*check, "--quant", "int4"]) == 0
+    assert capsys.readouterr().err == ""
+    for options, words in (
+        (["--quant", "int3"], "'int3' is unknown"),
+        (["--quant", "int8", "--block", "64"], "recipe int8 has no int4 layers"),
+        (["--target", "abacus"], "target 'abacus' is unknown"),
+        (["--max-batch", "0"], "max_batch is 0"),
+    ):
+        assert main([*check, *options]) == 1
+        assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verify_prints_its_figures_and_judges_when_asked(
     model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
