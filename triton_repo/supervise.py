@@ -10,6 +10,7 @@ Run by path in a bare interpreter (-I -S), so the standard library only. Linux.
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -18,6 +19,9 @@ import types
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL = 0.2
+# Triton 2.51 copies an HTTP body of JSON to its thread's stack, about twice its size, and dies where that is
+# too small: at the usual limit of 8 MiB, 4 MiB of JSON do it. Its threads take their size from the limit.
+_STACK = 128 << 20
 
 
 def _control_process(option: int, value: int) -> None:
@@ -35,6 +39,9 @@ def _start(command: list[str]) -> int:
     try:
         os.setpgid(0, 0)
         _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        stack = _STACK if most == resource.RLIM_INFINITY else min(_STACK, most)
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
         if os.getppid() == supervisor:  # or it died before the request was made
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)

@@ -218,6 +218,10 @@ def test_prompts_that_cannot_be_served(server: TritonServer) -> None:
     status, body = post(server, "generate", {"text_input": "x" * 4_000_000})
     assert status == 400
     assert f"4000000 bytes; the {POSITIONS} tokens" in body
+    status, body = post(server, "generate", {"text_input": "x" * (32 << 20)})  # more than a usual stack
+    assert status == 400
+    assert f"{32 << 20} bytes; at most" in body
+    assert server.ready()
 
 
 def test_text_that_is_not_utf8(server: TritonServer) -> None:
