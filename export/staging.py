@@ -28,9 +28,10 @@ def obstacle(out: Path, source: Path) -> str | None:
     place = out.resolve()
     files = [path for path in source.iterdir() if path.is_file()] if source.is_dir() else []
     for path in (source, *files):
-        if path.resolve().is_relative_to(place):
-            what = "is" if path.resolve() == place else "holds"
-            return f"{out} {what} {path}, which is read to make it: choose another folder"
+        read = path.resolve()
+        if read.is_relative_to(place):
+            what = "is" if read == place else "holds"
+            return f"{out} {what} {read}, which is read to make it: choose another folder"
     if Path.cwd().is_relative_to(place):
         return f"{out} is the current folder or holds it: name a folder to make"
     return None
