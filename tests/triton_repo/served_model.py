@@ -49,7 +49,7 @@ def build(folder: Path, seed: int = 0) -> Path:
     embedding[text.token_to_id(POISON), -1] = 100
     head[:, -1] = 0
     head[text.token_to_id(POISON)] = 0  # so it is never the answer
-    head[EOS, -1] = WEIGHT_MAX / 2
+    head[EOS, -1] = 0.9 * WEIGHT_MAX  # times some 8, as the norm makes of the 100
     tensors = {
         "model.embed_tokens.weight": embedding,
         "lm_head.weight": head,
