@@ -156,6 +156,7 @@ def test_h03_lone_surrogates(folder: Path) -> None:
         ("tokenizer_config.json", "[", "tokenizer_config.json"),
         ("generation_config.json", "[]", "generation_config.json"),
         ("generation_config.json", '{"eos_token_id": ["x"]}', "eos_token_id"),
+        ("tokenizer_config.json", "[" * 200_000, r"tokenizer_config\.json: not valid JSON"),
     ],
 )
 def test_broken_files_are_named(folder: Path, name: str, content: str, words: str) -> None:
