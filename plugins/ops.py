@@ -16,6 +16,24 @@ OPSET = 1
 
 FLOATS = ("float32", "float16", "bfloat16")
 
+# Elements of a paged cache. int8 and float8e4m3fn: value = scale * code, scales in PagedAttention's
+# cache_scales. uint8: INT4 rows of int4_cache_row_bytes(D) bytes, which hold their own scales.
+CACHE_DTYPES = (*FLOATS, "int8", "float8e4m3fn", "uint8")
+INT4_CACHE_GROUP = 32  # values of an INT4 row that share a scale and a minimum
+
+
+def int4_cache_row_bytes(head_dim: int) -> int:
+    """Bytes of an INT4 cache row, one head's key or value of a token: codes, then fp16 scales and minimums.
+
+    ValueError where head_dim is no positive multiple of INT4_CACHE_GROUP.
+    """
+    if head_dim <= 0 or head_dim % INT4_CACHE_GROUP:
+        raise ValueError(
+            f"head_dim {head_dim} is no positive multiple of {INT4_CACHE_GROUP}, which an INT4 cache takes; "
+            "choose another cache dtype"
+        )
+    return head_dim // 2 + 4 * (head_dim // INT4_CACHE_GROUP)
+
 
 @dataclass(frozen=True)
 class Param:
@@ -68,7 +86,7 @@ PAGED_ATTENTION = Op(
     canonical=True,
     inputs=(
         Param("qkv", FLOATS, ("T", "(Hq+2*Hkv)*D")),
-        Param("cache", FLOATS, ("blocks", "2", "block_size", "Hkv", "D")),
+        Param("cache", CACHE_DTYPES, ("blocks", "2", "block_size", "Hkv", "D")),
         Param("query_start", ("int32",), ("B+1",)),
         Param("kv_len", ("int32",), ("B",)),
         Param("block_table", ("int32",), ("B", "W")),
@@ -79,10 +97,16 @@ PAGED_ATTENTION = Op(
         Param("q_norm", ("float32",), ("D",), optional=True),
         Param("k_norm", ("float32",), ("D",), optional=True),
         Param("sinks", ("float32",), ("Hq",), optional=True),
+        # Of 8-bit caches, which need it: keys' then values', a scale a head ([2, Hkv]) or a channel.
+        Param("cache_scales", ("float32",), ("2", "Hkv", "D"), optional=True),
+        # Colder tiers, read only. Block ids count on through cache, then cache_int8, then cache_int4;
+        # slots lie in cache, which is then float; cache_scales are cache_int8's.
+        Param("cache_int8", ("int8",), ("blocks8", "2", "block_size", "Hkv", "D"), optional=True),
+        Param("cache_int4", ("uint8",), ("blocks4", "2", "block_size", "Hkv", "row_bytes"), optional=True),
     ),
     outputs=(
         Param("attention", FLOATS, ("T", "Hq*D")),
-        Param("cache_out", FLOATS, ("blocks", "2", "block_size", "Hkv", "D")),
+        Param("cache_out", CACHE_DTYPES, ("blocks", "2", "block_size", "Hkv", "D")),
     ),
     attributes=(
         Attribute("num_heads", None, "Hq"),
@@ -107,7 +131,25 @@ LATENT_SHAPES = {
     "cache": ("blocks", "block_size", "D"),
     "attention": ("T", "Hq*C"),
     "cache_out": ("blocks", "block_size", "D"),
+    "cache_scales": ("1", "1", "D"),  # or [1, 1]
 }
+
+CACHE_CONVERT = Op(
+    name="CacheConvert",
+    version=1,
+    doc="Copies blocks into a pool of narrower elements (include/enginebay/cache_convert.h).",
+    inputs=(
+        Param(
+            "source", ("float32", "float16", "bfloat16", "int8"), ("blocks", "2", "block_size", "Hkv", "D")
+        ),
+        Param("destination", ("int8", "uint8"), ("blocks2", "2", "block_size", "Hkv", "row")),
+        Param("pairs", ("int32",), ("N", "2")),  # block of source, block of destination
+        # [2, Hkv, D] of the int8 pool, whichever of the two it is.
+        Param("cache_scales", ("float32",), ("2", "Hkv", "D"), optional=True),
+    ),
+    outputs=(Param("destination_out", ("int8", "uint8"), ("blocks2", "2", "block_size", "Hkv", "row")),),
+    aliases=(("destination_out", "destination"),),
+)
 
 # Weight layouts of QuantLinear and Embedding: how N x K weights are stored, not which device packs them.
 WEIGHT_FORMATS = ("f32", "f16", "bf16", "f8", "i8", "i4")
@@ -274,6 +316,7 @@ EXPORTED: tuple[Op, ...] = (MOE,)
 
 OPS: tuple[Op, ...] = (
     PAGED_ATTENTION,
+    CACHE_CONVERT,
     QUANT_LINEAR,
     EMBEDDING,
     ADD_RMS_NORM,
