@@ -316,7 +316,6 @@ EXPORTED: tuple[Op, ...] = (MOE,)
 
 OPS: tuple[Op, ...] = (
     PAGED_ATTENTION,
-    CACHE_CONVERT,
     QUANT_LINEAR,
     EMBEDDING,
     ADD_RMS_NORM,
@@ -324,6 +323,7 @@ OPS: tuple[Op, ...] = (
     QUANT_MOE,
     SPEC_VERIFY,
     SAMPLE,
+    CACHE_CONVERT,
 )
 
 
