@@ -9,12 +9,14 @@ import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
+from tiny_llama import TinyLlama
 
 from enginebay.builder.quant.formats import WeightFormat
 from enginebay.builder.quant.rtn import QuantizedRows
 from enginebay.plugins import ops, reference
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 128, 4, 2, 16, 128, 2  # the tiny Llama
+MODEL = TinyLlama(hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=128)
+KV_HEADS, VOCAB, LAYERS = MODEL.kv_heads, MODEL.vocab, MODEL.layers
 DTYPES = {
     "f32": np.float32,
     "f16": np.float16,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from tiny_llama import TinyLlama, random_weight
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from enginebay.builder.build import BuildConfig, build_engine
@@ -14,7 +14,6 @@ from enginebay.builder.quant.rtn import WEIGHT_MAX
 from enginebay.export.exporter import export_model
 from enginebay.triton_repo.backend.settings import ServingSettings
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 POSITIONS = 8192
 SETTINGS = ServingSettings(threads=1, num_blocks=4096)
 EOS = 1
@@ -36,63 +35,28 @@ def tokenizer() -> Tokenizer:
 def build(folder: Path, seed: int = 0) -> Path:
     """An fp32 engine under `folder`: at most 16 sequences, 128 tokens of a step."""
     rng = np.random.default_rng(seed)
-
-    def weight(rows: int, columns: int) -> np.ndarray:
-        return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
-
     text = tokenizer()
     vocab = text.get_vocab_size(with_added_tokens=True)
-    embedding = rng.standard_normal((vocab, HIDDEN)).astype(np.float32)
-    head = 4 * weight(vocab, HIDDEN)
+    model = TinyLlama(64, 96, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=vocab, positions=POSITIONS)
+    embedding = rng.standard_normal((vocab, model.hidden)).astype(np.float32)
+    head = 4 * random_weight(rng, vocab, model.hidden)
     # Only the poison's embedding reaches the last dimension, where one row of the head overflows on it.
     embedding[:, -1] = 0
     embedding[text.token_to_id(POISON), -1] = 100
     head[:, -1] = 0
     head[text.token_to_id(POISON)] = 0  # so it is never the answer
     head[EOS, -1] = 0.9 * WEIGHT_MAX  # times some 8, as the norm makes of the 100
-    tensors = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": head,
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
-    }
-    for layer in range(LAYERS):
+    ones = np.ones(model.hidden, np.float32)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": ones}
+    for layer in range(model.layers):
         at = f"model.layers.{layer}"
-        for name, rows, columns in (
-            ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
-            ("mlp.gate_proj", INNER, HIDDEN),
-            ("mlp.up_proj", INNER, HIDDEN),
-            ("mlp.down_proj", HIDDEN, INNER),
-        ):
-            tensors[f"{at}.{name}.weight"] = weight(rows, columns)
-            if rows == HIDDEN and name.endswith(("o_proj", "down_proj")):
-                tensors[f"{at}.{name}.weight"][-1] = 0
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = np.ones(HIDDEN, np.float32)
-    source = folder / "checkpoint"
-    source.mkdir(parents=True)
-    save_file(tensors, source / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": vocab,
-        "max_position_embeddings": POSITIONS,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+        for name, rows, columns in model.projections():
+            weight = tensors[f"{at}.{name}.weight"] = random_weight(rng, rows, columns)
+            if name.endswith(("o_proj", "down_proj")):
+                weight[-1] = 0
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{name}.weight"] = ones
+    source = model.save(folder / "checkpoint", tensors, eos=EOS)
     text.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (source / "chat_template.jinja").write_text(TEMPLATE)
