@@ -175,6 +175,19 @@ QUANT_LINEAR = Op(
     attributes=_PACKED,
 )
 
+# An op of its own: a library that rounds nothing must refuse it by name rather than leave an attribute unread.
+QUANT_LINEAR_F8_INPUTS = Op(
+    name="QuantLinearF8Inputs",
+    version=1,
+    doc="QuantLinear over rows of x rounded to E4M3 (include/enginebay/quant_linear_f8_inputs.h).",
+    inputs=QUANT_LINEAR.inputs,
+    outputs=QUANT_LINEAR.outputs,
+    attributes=(
+        *_PACKED,
+        Attribute("input_scale", 0.0, "x = input_scale*q for all rows, q at most 448; 0: amax/448 of each row"),
+    ),
+)
+
 EMBEDDING = Op(
     name="Embedding",
     version=1,
@@ -317,6 +330,7 @@ EXPORTED: tuple[Op, ...] = (MOE,)
 OPS: tuple[Op, ...] = (
     PAGED_ATTENTION,
     QUANT_LINEAR,
+    QUANT_LINEAR_F8_INPUTS,
     EMBEDDING,
     ADD_RMS_NORM,
     GATED_ACTIVATION,

@@ -76,6 +76,32 @@ def quant_linear(x: Array, weights: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + bias
 
 
+F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN
+
+
+def to_f8(x: Array) -> Array:
+    """The nearest E4M3 numbers, ties to even, at most F8_MAX in magnitude; NaN stays NaN (OCP 8-bit FP, 2023).
+
+    Normal numbers have three bits behind the leading one; below 2^-6 steps are 2^-9.
+    """
+    magnitude = np.minimum(np.abs(x), F8_MAX)
+    exponent = np.maximum(np.floor(np.log2(np.maximum(magnitude, 2.0**-9))), -6)
+    step = np.exp2(exponent - 3)
+    y: Array = np.copysign(np.rint(magnitude / step) * step, x)
+    return y
+
+
+def f8_inputs(x: Array, input_scale: float = 0.0) -> Array:
+    """What QuantLinearF8Inputs multiplies by: rows of x [T, K] as scale*E4M3, where the scale is `input_scale`,
+    or F8_MAX-th of each row's largest where that is 0. A row that holds NaN or infinity is NaN."""
+    largest = np.abs(x).max(axis=1, keepdims=True, initial=0)
+    scale = np.full_like(largest, input_scale) if input_scale else largest / F8_MAX
+    zero = (scale < 2.0**-100 / F8_MAX) | ~np.isfinite(largest)
+    y = np.where(zero, 0.0, scale * to_f8(np.where(zero, 0.0, x) / np.where(zero, 1.0, scale)))
+    result: Array = np.where(np.isfinite(largest), y, np.nan)
+    return result
+
+
 def embedding(input_ids: Ints, weights: Array) -> Array:
     """Embedding over dequantised weights [N, K]: rows of them."""
     return weights[input_ids]

@@ -65,6 +65,20 @@ class QuantLinear : PackedWeights {
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
 };
 
+class QuantLinearF8Inputs : PackedWeights {
+ public:
+  static constexpr const char* kName = "QuantLinearF8Inputs";
+  static constexpr size_t kRequiredInputs = 2;
+  static constexpr Type kInputs[] = {kFloat, kUint8, kFloat};
+  static constexpr Type kOutputs[] = {kFloat};
+
+  explicit QuantLinearF8Inputs(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  float input_scale_;
+};
+
 class Embedding : PackedWeights {
  public:
   static constexpr const char* kName = "Embedding";

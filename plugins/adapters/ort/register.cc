@@ -7,6 +7,7 @@ namespace {
 struct Domain {
   CustomOp<PagedAttention> paged_attention;
   CustomOp<QuantLinear> quant_linear;
+  CustomOp<QuantLinearF8Inputs> quant_linear_f8_inputs;
   CustomOp<Embedding> embedding;
   CustomOp<AddRmsNorm> add_rms_norm;
   CustomOp<GatedActivation> gated_activation;
@@ -18,6 +19,7 @@ struct Domain {
   Domain() {
     domain.Add(&paged_attention);
     domain.Add(&quant_linear);
+    domain.Add(&quant_linear_f8_inputs);
     domain.Add(&embedding);
     domain.Add(&add_rms_norm);
     domain.Add(&gated_activation);
