@@ -245,19 +245,26 @@ def check_output(out: Path, source: Path, *, force: bool) -> None:
         raise ExportError(f"{out} exists and is not an earlier export: choose another folder, or --force")
 
 
-# Bits of a weight by recipe, its scales and minimums counted; vectors and tables stay float32.
-_RECIPE_BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.5, "int4": 5.0}
+# Bits of a weight by recipe, its scales and minimums counted: of linear layers, and of the head and the
+# embedding, which int4 keeps in int8. Vectors and tables stay float32.
+_RECIPE_BITS = {"fp32": (32.0, 32.0), "fp16": (16.0, 16.0), "int8": (8.5, 8.5), "int4": (5.0, 8.5)}
 
 
 def engine_bytes(report: ExportReport) -> dict[str, int]:
     """Bytes of weights that an engine of each recipe will hold, to a few percent."""
-    matrices = vectors = 0
+    linear = tokens = vectors = 0
     for weight in report.tensors:
-        if len(weight.shape) > 1 and not weight.name.startswith("rope."):
-            matrices += math.prod(weight.shape)
+        size = math.prod(weight.shape)
+        if len(weight.shape) < 2 or weight.name.startswith("rope."):
+            vectors += size
+        elif weight.shape[0] == report.spec.vocab_size:
+            tokens += size
         else:
-            vectors += math.prod(weight.shape)
-    return {name: int(matrices * bits / 8 + 4 * vectors) for name, bits in _RECIPE_BITS.items()}
+            linear += size
+    return {
+        name: int((linear * bits + tokens * token_bits) / 8 + 4 * vectors)
+        for name, (bits, token_bits) in _RECIPE_BITS.items()
+    }
 
 
 def describe(report: ExportReport) -> dict[str, Any]:

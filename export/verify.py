@@ -84,10 +84,12 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise ExportError(
             f"verifying needs torch and transformers ({error}): pip install 'enginebay[torch]'"
         ) from error
+    logging.set_verbosity_error()  # its advice to those who train is not ours to pass on
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             reference,

@@ -135,7 +135,7 @@ def build(directory: Path | None = None, library: Path = LIBRARY, jobs: int = JO
         print(f"plugins: {len(everything) - len(stale)} of {len(everything)} objects up to date", flush=True)
         with ThreadPoolExecutor(jobs) as pool:
             for unit in pool.map(_compile, stale):
-                print(f"plugins: compiled {unit.source.name}", flush=True)
+                print(f"plugins: compiled {unit.source.relative_to(HERE)}", flush=True)
         return _link(compiler, everything, library, relink=bool(stale))
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -124,10 +126,13 @@ def show(report: ExportReport, out: Path | None, *, as_json: bool = False) -> in
 
 def show_plan(report: ExportReport) -> None:
     """The tensors, the spec and the memory of a dry run, on standard output."""
-    for weight in report.tensors:
-        print(
-            f"{weight.nbytes:14,d}  {weight.dtype:4}  {'x'.join(map(str, weight.shape)):>18}  {weight.name}"
-        )
+    # One line for the same tensor of every layer; --json lists each.
+    alike = Counter(
+        (re.sub(r"\.\d+\.", ".*.", weight.name), weight.dtype, weight.shape, weight.nbytes)
+        for weight in report.tensors
+    )
+    for (name, dtype, shape, nbytes), count in alike.items():
+        print(f"{count:5} x {nbytes:13,d}  {dtype:4}  {'x'.join(map(str, shape)):>18}  {name}")
     document = asdict(report.spec)
     layers = document.pop("layers")
     print(f"spec: {json.dumps(document)}")

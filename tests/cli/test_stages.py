@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def test_a_dry_run_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["export", str(model), "--dry-run"]) == 0
-    assert "would export" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "would export" in said.err
+    assert re.search(r"^ +2 x +24,576  F32 +64x96  model\.layers\.\*\.mlp\.down", said.out, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
