@@ -1,6 +1,6 @@
 """PagedAttention in ONNX Runtime beside torch's scaled_dot_product_attention and ORT's GroupQueryAttention.
 
-    python benchmarks/cpu_attention.py [--threads 1] [--heads 9 --kv-heads 3 --head-dim 64] [--json]
+    python benchmarks/cpu_attention.py [--threads 1] [--heads 9 --kv-heads 3 --head-dim 64] [--cache float16]
 
 Every case is timed in one process, turn by turn, and the best of `--repeats` turns counts. One thread is
 timed by its CPU time, which neighbours disturb little; several by the clock, and then only the ratios mean
@@ -11,10 +11,12 @@ write either; ours does both. GFLOP/s counts 4*D per query, head and visible pos
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -48,6 +50,8 @@ CASES = (
     Case(1, 1023, 1),
     Case(1, 8191, 1),
     Case(16, 127, 1),
+    Case(16, 300, 1),
+    Case(16, 511, 1),
     Case(16, 1023, 1),
     Case(1, 0, 128),
     Case(1, 0, 512),
@@ -57,7 +61,11 @@ CASES = (
 
 
 def session(
-    nodes: list[Any], inputs: dict[str, Any], outputs: dict[str, int], threads: int
+    nodes: list[Any],
+    inputs: dict[str, Any],
+    outputs: dict[str, int],
+    threads: int,
+    library: Path | None = None,
 ) -> ort.InferenceSession:
     values = [
         onnx.helper.make_tensor_value_info(n, ONNX_TYPES[a.dtype.name], [f"{n}{i}" for i in range(a.ndim)])
@@ -69,11 +77,18 @@ def session(
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.register_custom_ops_library(str(library_path()))
+    options.register_custom_ops_library(str(library or library_path()))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def ours(case: Case, shape: tuple[int, int, int], cache_type: str, threads: int) -> Callable[[], None]:
+def ours(
+    case: Case,
+    shape: tuple[int, int, int],
+    cache_type: str,
+    threads: int,
+    layers: int,
+    library: Path | None = None,
+) -> Callable[[], None]:
     heads, kv_heads, dim = shape
     rng = np.random.default_rng(0)
     total = case.past + case.new
@@ -104,21 +119,27 @@ def ours(case: Case, shape: tuple[int, int, int], cache_type: str, threads: int)
         scale=dim**-0.5,
     )
     outputs = {"attention": onnx.TensorProto.FLOAT, "cache_out": ONNX_TYPES[cache_type]}
-    run = session([node], inputs, outputs, threads)
-    binding = run.io_binding()
-    cache = inputs.pop("cache")
-    if cache_type == "bfloat16":
-        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(cache, ONNX_TYPES[cache_type])
-    else:
-        value = ort.OrtValue.ortvalue_from_numpy(cache)
+    run = session([node], inputs, outputs, threads, library)
+    first = inputs.pop("cache")
     out = ort.OrtValue.ortvalue_from_shape_and_type([case.batch * case.new, heads * dim], np.float32, "cpu")
-    for name, array in inputs.items():
-        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-    binding.bind_ortvalue_input("cache", value)
-    binding.bind_ortvalue_output("attention", out)
-    binding.bind_ortvalue_output("cache_out", value)
-    keep = (inputs, cache)
-    return lambda: (run.run_with_iobinding(binding), keep)[0]
+    shared = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    bindings, keep = [], [inputs]
+    for _ in range(layers):
+        cache = first.copy()
+        if cache_type in ("float32", "float16"):
+            value = ort.OrtValue.ortvalue_from_numpy(cache)
+        else:
+            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(cache, ONNX_TYPES[cache_type])
+        binding = run.io_binding()
+        for name, array in shared.items():
+            binding.bind_ortvalue_input(name, array)
+        binding.bind_ortvalue_input("cache", value)
+        binding.bind_ortvalue_output("attention", out)
+        binding.bind_ortvalue_output("cache_out", value)
+        bindings.append(binding)
+        keep.append(cache)
+    turn = itertools.cycle(bindings)
+    return lambda: (run.run_with_iobinding(next(turn)), keep)[0]
 
 
 def sdpa(case: Case, shape: tuple[int, int, int], threads: int) -> Callable[[], None]:
@@ -201,25 +222,30 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--cache", choices=TYPES, default="float32")
+    parser.add_argument("--layers", type=int, default=1, help="caches that take turns: many are cold ones")
+    parser.add_argument("--before", type=Path, help="time another build of the library beside this one")
+    parser.add_argument("--case", action="append", help="batch,past,new; may be given several times")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     shape = (options.heads, options.kv_heads, options.head_dim)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     rows = []
-    for case in CASES:
-        runs = {
-            "ours": ours(case, shape, options.cache, options.threads),
-            "sdpa": sdpa(case, shape, options.threads),
-            "gqa": group_query(case, shape, options.threads),
-        }
+    for case in CASES if not options.case else [Case(*map(int, one.split(","))) for one in options.case]:
+        runs = {"ours": ours(case, shape, options.cache, options.threads, options.layers)}
+        if options.before:
+            runs["before"] = ours(case, shape, options.cache, options.threads, options.layers, options.before)
+        if options.peers:
+            runs["sdpa"] = sdpa(case, shape, options.threads)
+            runs["gqa"] = group_query(case, shape, options.threads)
         seconds = best(runs, options.repeats, clock)
         pairs = case.batch * (case.new * case.past + case.new * (case.new + 1) // 2)
         flops = 4.0 * options.head_dim * options.heads * pairs
         row = {"batch": case.batch, "past": case.past, "new": case.new}
         row |= {f"{name}_us": round(value * 1e6, 1) for name, value in seconds.items()}
         row |= {"gflops": round(flops / seconds["ours"] / 1e9, 1)}
-        row |= {f"over_{name}": round(seconds[name] / seconds["ours"], 2) for name in ("sdpa", "gqa")}
+        row |= {f"over_{name}": round(seconds[name] / seconds["ours"], 2) for name in runs if name != "ours"}
         rows.append(row)
         if not options.json:
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

@@ -27,6 +27,7 @@ MESSAGE_BYTES = 512
 
 STATUS_NAMES = {1: "invalid argument", 2: "unsupported", 3: "device error", 4: "internal error"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
+CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": 4, "int8": 5}
 WEIGHT_FORMATS = {"f32": 1, "f16": 2, "bf16": 3, "f8": 4, "i8": 5, "i4": 6}
 ACTIVATIONS = {name: index for index, name in enumerate(ops.ACTIVATIONS)}
 
@@ -74,13 +75,13 @@ class _AttentionDesc(ctypes.Structure):
         *((name, c_int32) for name in ("rotary_dim", "rope_positions")),
         *((name, c_int32) for name in ("rope_interleaved", "causal", "window")),
         *((name, c_float) for name in ("scale", "softcap", "norm_epsilon")),
-        *((name, c_int32) for name in ("io_dtype", "cache_dtype", "latent_dim")),
+        *((name, c_int32) for name in ("io_dtype", "cache_dtype", "latent_dim", "cache_scale_dim")),
     )
 
 
 _ATTENTION_POINTERS = (
     *("qkv", "cache", "query_start", "kv_len", "block_table", "slot_mapping", "position_ids"),
-    *("rope_cos", "rope_sin", "q_norm", "k_norm", "sinks", "attention"),
+    *("rope_cos", "rope_sin", "q_norm", "k_norm", "sinks", "attention", "cache_scales"),
 )
 
 
@@ -89,7 +90,6 @@ class _AttentionArgs(ctypes.Structure):
         ("tokens", c_int64),
         ("sequences", c_int64),
         *((name, c_void_p) for name in _ATTENTION_POINTERS),
-        ("cache_scales", c_void_p),
         ("tree_mask", c_void_p),
         ("tree_words", c_int32),
     )
@@ -292,15 +292,16 @@ class KernelLibrary:
         latent_dim: int = 0,
         **inputs: Array | None,
     ) -> Floats:
-        """PagedAttention, named as in `ops.py`; writes `cache` (float32, float16, bfloat16) in place."""
-        cos, table = inputs.get("rope_cos"), inputs["block_table"]
+        """PagedAttention, named as in `ops.py`; writes `cache`, of CACHE_DTYPES, in place."""
+        cos, table, scales = inputs.get("rope_cos"), inputs["block_table"], inputs.get("cache_scales")
         assert table is not None
         desc = _AttentionDesc(
             *(num_heads, num_kv_heads, head_dim, cache.shape[1 if latent_dim else 2], cache.shape[0]),
             table.shape[1],
             *((0, 0) if cos is None else (2 * cos.shape[1], cos.shape[0])),
             *(rope_interleaved, causal, window, scale, softcap, norm_epsilon),
-            *(DTYPES[qkv.dtype.name], DTYPES[cache.dtype.name], latent_dim),
+            *(DTYPES[qkv.dtype.name], CACHE_DTYPES[cache.dtype.name], latent_dim),
+            0 if scales is None or scales.ndim < 3 else scales.shape[2],
         )
         tokens, sequences = qkv.shape[0], table.shape[0]
         attention = np.full((tokens, num_heads * (latent_dim or head_dim)), np.nan, np.float32)

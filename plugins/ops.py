@@ -175,7 +175,7 @@ QUANT_LINEAR = Op(
     attributes=_PACKED,
 )
 
-# An op of its own: a library that rounds nothing must refuse it by name rather than leave an attribute unread.
+# An op of its own: a library that does not round must refuse it by name, not leave an attribute unread.
 QUANT_LINEAR_F8_INPUTS = Op(
     name="QuantLinearF8Inputs",
     version=1,
@@ -184,7 +184,9 @@ QUANT_LINEAR_F8_INPUTS = Op(
     outputs=QUANT_LINEAR.outputs,
     attributes=(
         *_PACKED,
-        Attribute("input_scale", 0.0, "x = input_scale*q for all rows, q at most 448; 0: amax/448 of each row"),
+        Attribute(
+            "input_scale", 0.0, "x = input_scale*q for all rows, q at most 448; 0: amax/448 of each row"
+        ),
     ),
 )
 

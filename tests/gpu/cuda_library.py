@@ -55,7 +55,7 @@ AttentionDesc = _struct(
     (c_int32, "num_heads num_kv_heads head_dim block_size num_blocks table_width rotary_dim rope_positions"),
     (c_int32, "rope_interleaved causal window"),
     (c_float, "scale softcap norm_epsilon"),
-    (c_int32, "io_dtype cache_dtype latent_dim"),
+    (c_int32, "io_dtype cache_dtype latent_dim cache_scale_dim"),
 )
 AttentionArgs = _struct(
     "AttentionArgs",

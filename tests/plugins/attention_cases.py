@@ -60,7 +60,8 @@ class Pool:
     ) -> None:
         self.heads, self.rng, self.block_size = heads, rng, block_size
         shape = (blocks, 2, block_size, heads.num_kv_heads, heads.head_dim)
-        self.cache = np.full(shape, np.nan, np.float32).astype(dtype)
+        nothing = 101 if np.dtype(dtype) == np.int8 else np.nan
+        self.cache = np.full(shape, nothing, np.float32).astype(dtype)
         self.free = list(rng.permutation(blocks))
 
     def table(self, lengths: list[int], width: int) -> NDArray[np.int32]:

@@ -22,7 +22,8 @@ class Latents:
     def __init__(self, dtype: str = "float32", rotary: int = ROTARY, interleaved: bool = True) -> None:
         self.rng = np.random.default_rng()
         self.width = LATENT + rotary
-        self.cache = np.full((BLOCKS, BLOCK, self.width), np.nan, np.float32).astype(dtype)
+        self.cache = np.full((BLOCKS, BLOCK, self.width), np.nan, np.float32)
+        self.cache = (np.nan_to_num(self.cache) if dtype == "int8" else self.cache).astype(dtype)
         angles = self.rng.uniform(-3, 3, (700, rotary // 2))
         self.attributes: dict[str, Any] = {
             "num_heads": HEADS,
@@ -36,6 +37,10 @@ class Latents:
             "rope_cos": np.cos(angles).astype(np.float32),
             "rope_sin": np.sin(angles).astype(np.float32),
         }
+        if dtype in ("int8", "float8_e4m3fn"):
+            largest = 127 if dtype == "int8" else 448
+            scales = self.rng.uniform(4, 5, (1, 1, self.width)).astype(np.float32)
+            self.tables["cache_scales"] = scales / largest
         self.free = list(self.rng.permutation(BLOCKS))
 
     def rows(self, count: int) -> NDArray[np.float32]:
@@ -53,14 +58,18 @@ class Latents:
         np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
         written = ~np.isnan(cache.astype(np.float32))
         assert written.any()
+        # A value beside a rounding boundary may take the next 8-bit code.
+        rtol, atol = {"int8": (0, 1), "float8_e4m3fn": (0.13, 2e-3)}.get(cache.dtype.name, (1e-2, 1e-6))
         np.testing.assert_allclose(
-            self.cache.astype(np.float32)[written], cache.astype(np.float32)[written], rtol=1e-2, atol=1e-6
+            self.cache.astype(np.float32)[written], cache.astype(np.float32)[written], rtol=rtol, atol=atol
         )
         return actual
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float16", 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 2e-6), ("float16", 2e-3), ("int8", 1e-2), ("float8_e4m3fn", 6e-2)]
+)
 def test_prefill_chunks_and_decode(
     isa_library: KernelLibrary, dtype: str, tolerance: float, interleaved: bool
 ) -> None:

@@ -21,7 +21,13 @@ HEADS = {
     "window": Heads(num_heads=4, num_kv_heads=2, head_dim=80, rotary_dim=32, attributes={"window": 90}),
     "softcap": Heads(num_heads=4, num_kv_heads=4, head_dim=128, rotary_dim=0, attributes={"softcap": 5.0}),
 }
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "int8": np.int8,
+}
 
 
 def alone(
@@ -82,6 +88,8 @@ def test_any_schedule_gives_the_same_bits(schedule: tuple[str, str, list[list[in
     heads, dtype = HEADS[name], DTYPES[dtype_name]
     rng = np.random.default_rng(len(all_chunks))
     constants = heads.constants(rng)
+    if np.dtype(dtype).itemsize == 1:
+        constants["cache_scales"] = rng.uniform(0.01, 0.02, (2, heads.num_kv_heads)).astype(np.float32)
     prompts = [rows_of(rng, heads, sum(chunks)) for chunks in all_chunks]
     one = KernelLibrary()
     wanted = [alone(one, heads, rows, [len(rows)], constants, dtype)[0] for rows in prompts]

@@ -22,6 +22,8 @@ ELEMENTS = {
     "bfloat16": onnx.TensorProto.BFLOAT16,
     "int32": onnx.TensorProto.INT32,
     "uint8": onnx.TensorProto.UINT8,
+    "int8": onnx.TensorProto.INT8,
+    "float8_e4m3fn": onnx.TensorProto.FLOAT8E4M3FN,
 }
 
 
@@ -64,8 +66,8 @@ def session_of(
 
 def value_of(array: NDArray[Any]) -> ort.OrtValue:
     """An OrtValue over the array's own memory."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENTS["bfloat16"])
+    if array.dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENTS[array.dtype.name])
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
@@ -100,10 +102,17 @@ def attributes_of(heads: Heads) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8]
+)
 def test_attention(library: KernelLibrary, dtype: Any, threads: int) -> None:
     rng = np.random.default_rng()
     inputs, cache = attention_inputs(library, rng, HEADS, dtype)
+    if cache.dtype.itemsize == 1:
+        channels = (HEADS.head_dim,) if threads == 1 else ()
+        inputs["cache_scales"] = rng.uniform(0.01, 0.02, (2, HEADS.num_kv_heads, *channels)).astype(
+            np.float32
+        )
     wanted_cache = cache.copy()
     wanted = library.run_attention(cache=wanted_cache, **inputs, **HEADS.keywords())
     session = session_of(

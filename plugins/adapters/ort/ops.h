@@ -27,9 +27,9 @@ constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_F8E4M3, EB_I8, 
 class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
-  static constexpr size_t kInputCount = 12, kRequiredInputs = 7;
-  static constexpr Type kInputs[kInputCount] = {kFloat, kAny,   kInt32, kInt32, kInt32, kInt32,
-                                                kInt32, kFloat, kFloat, kFloat, kFloat, kFloat};
+  static constexpr size_t kInputCount = 13, kRequiredInputs = 7;
+  static constexpr Type kInputs[kInputCount] = {kFloat, kAny,   kInt32, kInt32, kInt32, kInt32, kInt32,
+                                                kFloat, kFloat, kFloat, kFloat, kFloat, kFloat};
   static constexpr Type kOutputs[] = {kFloat, kAny};
 
   explicit PagedAttention(const OrtKernelInfo* info);

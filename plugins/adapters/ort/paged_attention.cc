@@ -16,11 +16,12 @@ enum Input {
   kRopeSin,
   kQNorm,
   kKNorm,
-  kSinks
+  kSinks,
+  kCacheScales
 };
-constexpr const char* kNames[] = {"qkv",         "cache",        "query_start",  "kv_len",
-                                  "block_table", "slot_mapping", "position_ids", "rope_cos",
-                                  "rope_sin",    "q_norm",       "k_norm",       "sinks"};
+constexpr const char* kNames[] = {"qkv",          "cache",        "query_start", "kv_len",   "block_table",
+                                  "slot_mapping", "position_ids", "rope_cos",    "rope_sin", "q_norm",
+                                  "k_norm",       "sinks",        "cache_scales"};
 
 bool cache_dtype(ONNXTensorElementDataType type, eb_dtype* dtype) {
   switch (type) {
@@ -32,6 +33,12 @@ bool cache_dtype(ONNXTensorElementDataType type, eb_dtype* dtype) {
       return true;
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
       *dtype = EB_BF16;
+      return true;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN:
+      *dtype = EB_F8E4M3;
+      return true;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      *dtype = EB_I8;
       return true;
     default:
       return false;
@@ -86,12 +93,14 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
       {1, {desc_.head_dim}},
       {1, {desc_.head_dim}},
       {1, {desc_.num_heads}},
+      in[kCacheScales].rank == 2 ? Shape{2, {latent ? 1 : 2, desc_.num_kv_heads}}
+                                 : Shape{3, {latent ? 1 : 2, desc_.num_kv_heads, desc_.head_dim}},
   };
   if (in[kRopeCos].present() != in[kRopeSin].present()) {
     return refuse(node_, "rope_cos and rope_sin come together; only %s is connected",
                   in[kRopeCos].present() ? "rope_cos" : "rope_sin");
   }
-  for (int i = kQkv; i <= kSinks; ++i) {
+  for (int i = kQkv; i <= kCacheScales; ++i) {
     if (!in[i].present()) {
       if (i <= kPositionIds) return refuse(node_, "input %s is not connected", kNames[i]);
       continue;
@@ -111,12 +120,13 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
 OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   Call call(context);
   Tensor in[kInputCount];
-  for (int i = kQkv; i <= kSinks; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
+  for (int i = kQkv; i <= kCacheScales; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
   EB_ORT_RETURN_IF_ERROR(check_shapes(in));
 
   eb_paged_attention_desc desc = desc_;
   if (!cache_dtype(in[kCache].type, &desc.cache_dtype)) {
-    return refuse(node_, "cache has element type %d; expected float32, float16 or bfloat16",
+    return refuse(node_,
+                  "cache has element type %d; expected float32, float16, bfloat16, float8e4m3fn or int8",
                   static_cast<int>(in[kCache].type));
   }
   const bool latent = desc.latent_dim > 0;
@@ -131,6 +141,8 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
     desc.rope_positions = static_cast<int32_t>(in[kRopeCos].shape[0]);
     desc.rotary_dim = static_cast<int32_t>(2 * in[kRopeCos].shape[1]);
   }
+
+  desc.cache_scale_dim = in[kCacheScales].rank == 3 ? desc.head_dim : 1;
 
   const int64_t tokens = in[kQkv].shape[0], sequences = in[kBlockTable].shape[0];
   const int64_t out_shape[] = {tokens, int64_t{desc.num_heads} * (latent ? desc.latent_dim : desc.head_dim)};
@@ -160,6 +172,7 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   args.q_norm = static_cast<const float*>(in[kQNorm].data);
   args.k_norm = static_cast<const float*>(in[kKNorm].data);
   args.sinks = static_cast<const float*>(in[kSinks].data);
+  args.cache_scales = static_cast<const float*>(in[kCacheScales].data);
   args.attention = attention;
   int32_t* plan;
   void* memory;

@@ -19,7 +19,8 @@ typedef struct eb_paged_attention_desc {
   float scale, softcap, norm_epsilon;
   eb_dtype io_dtype; /* of qkv and attention */
   eb_dtype cache_dtype;
-  int32_t latent_dim; /* C; 0: none. Else multi-head latent attention, see below */
+  int32_t latent_dim;      /* C; 0: none. Else multi-head latent attention, see below */
+  int32_t cache_scale_dim; /* scales a head has in cache_scales: head_dim, or 0 or 1 for a single one */
 } eb_paged_attention_desc;
 
 /* Latent attention: num_kv_heads is 1, head_dim C + R with R = rotary_dim; every head attends to one cached
@@ -43,8 +44,10 @@ typedef struct eb_paged_attention_args {
   const float* k_norm;
   const float* sinks; /* [Hq] or NULL */
   void* attention;    /* [T, Hq*D] */
-  /* Of 8-bit caches: stored = value/scale; [2, Hkv], keys then values. NULL: 1. Must be NULL for wider
-   * caches. */
+  /* Of 8-bit caches: [2, Hkv, cache_scale_dim], keys then values; a latent cache has one set, [1, 1, dim].
+   * NULL: 1. Must be NULL for wider caches. Stored is value/scale to the nearest (ties to even), at most
+   * +-127 as int8 and +-448 as E4M3, infinities included. NaN is NaN in E4M3 and 0 as int8, which has
+   * none. Scales are positive and finite. */
   const float* cache_scales;
   /* [T, tree_words]: bit j of token t's words says that it sees token j of its own sequence's chunk (itself
    * included); what was cached before it sees whole, and windows count position_ids. NULL: causal as the desc

@@ -69,7 +69,10 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
   const AttentionKernels& kernels = kernels_for(features.isa);
 
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + 63) & ~uintptr_t{63});
-  const AttentionCall call{desc, args, attention_shape(*desc),
+  const AttentionCall call{desc,
+                           args,
+                           attention_shape(*desc),
+                           cache_scales(*desc, *args),
                            reinterpret_cast<float*>(base + workspace.queries),
                            reinterpret_cast<float*>(base + workspace.parts)};
   const int64_t tokens = args->query_start[args->sequences];

@@ -35,6 +35,16 @@ struct AttentionShape {
 };
 constexpr int kDimMultiple = 16;
 
+// The scales of a quantised cache: `head_stride` apart, each `step` of them (1: a channel, 0: the whole
+// head).
+struct CacheScales {
+  const float* keys;  // null: the cache has none
+  const float* values;
+  int64_t head_stride;
+  int step;
+};
+CacheScales cache_scales(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args);
+
 AttentionShape attention_shape(const eb_paged_attention_desc& desc);
 eb_status check_attention_desc(const eb_context* context, const eb_paged_attention_desc* desc);
 eb_status check_attention_lengths(const eb_context* context, const eb_paged_attention_desc& desc,
@@ -96,6 +106,7 @@ struct AttentionCall {
   const eb_paged_attention_desc* desc;
   const eb_paged_attention_args* args;
   AttentionShape shape;
+  CacheScales scales;
   float* queries;
   float* parts;
 };

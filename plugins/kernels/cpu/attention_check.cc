@@ -1,4 +1,6 @@
 // Refusals. Everything is looked at before anything is written: a refused step leaves the cache as it was.
+#include <cfloat>
+
 #include "attention.h"
 #include "status.h"
 
@@ -18,6 +20,44 @@ AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   shape.block_stride = shape.token_stride * desc.block_size * (latent ? 1 : 2);
   return shape;
 }
+
+CacheScales cache_scales(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args) {
+  if (args.cache_scales == nullptr) return {nullptr, nullptr, 0, 0};
+  const bool channels = desc.cache_scale_dim > 1;
+  const int64_t stride = channels ? desc.head_dim : 1;
+  const float* values = args.cache_scales + (desc.latent_dim > 0 ? 0 : desc.num_kv_heads * stride);
+  return {args.cache_scales, values, stride, channels ? 1 : 0};
+}
+
+namespace {
+
+bool is_eight_bits(eb_dtype dtype) { return dtype == EB_F8E4M3 || dtype == EB_I8; }
+
+eb_status check_cache_scales(const eb_context* context, const eb_paged_attention_desc& desc,
+                             const eb_paged_attention_args& args) {
+  if (args.cache_scales == nullptr) return EB_OK;
+  if (!is_eight_bits(desc.cache_dtype)) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: cache_scales given for a %s cache, which has none",
+                dtype_name(desc.cache_dtype));
+  }
+  const int64_t dim = desc.cache_scale_dim > 1 ? desc.head_dim : 1;
+  const int64_t count = (desc.latent_dim > 0 ? 1 : 2) * desc.num_kv_heads * dim;
+  for (int64_t i = 0; i < count; ++i) {
+    const float scale = args.cache_scales[i];
+    if (scale > 0.0f && scale <= FLT_MAX) continue;
+    const int64_t head = i / dim;
+    return fail(
+        context, EB_INVALID_ARGUMENT,
+        "PagedAttention: cache_scales of %s of key head %d, channel %d is %g; a scale is positive and "
+        "finite",
+        head < desc.num_kv_heads ? "keys" : "values", static_cast<int>(head % desc.num_kv_heads),
+        static_cast<int>(i % dim), static_cast<double>(scale));
+  }
+  return EB_OK;
+}
+
+}  // namespace
 
 eb_status check_attention_desc(const eb_context* context, const eb_paged_attention_desc* desc) {
   EB_RETURN_IF_ERROR(check_context(context));
@@ -73,8 +113,15 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
     return fail(context, EB_UNSUPPORTED, "PagedAttention: qkv is %s; the CPU library computes in float32",
                 dtype_name(desc->io_dtype));
   }
-  if (desc->cache_dtype != EB_F32 && desc->cache_dtype != EB_F16 && desc->cache_dtype != EB_BF16) {
-    return fail(context, EB_UNSUPPORTED, "PagedAttention: cache is %s; expected float32, float16 or bfloat16",
+  if (desc->cache_scale_dim != 0 && desc->cache_scale_dim != 1 && desc->cache_scale_dim != desc->head_dim) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: cache_scale_dim is %d, expected 1 or head_dim %d", desc->cache_scale_dim,
+                desc->head_dim);
+  }
+  if (desc->cache_dtype != EB_F32 && desc->cache_dtype != EB_F16 && desc->cache_dtype != EB_BF16 &&
+      !is_eight_bits(desc->cache_dtype)) {
+    return fail(context, EB_UNSUPPORTED,
+                "PagedAttention: cache is %s; expected float32, float16, bfloat16, float8e4m3 or int8",
                 dtype_name(desc->cache_dtype));
   }
   return EB_OK;
@@ -128,11 +175,7 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
   if (args.tree_mask != nullptr) {
     return fail(context, EB_UNSUPPORTED, "PagedAttention: the CPU library has no tree mask");
   }
-  if (args.cache_scales != nullptr) {
-    return fail(context, EB_INVALID_ARGUMENT,
-                "PagedAttention: cache_scales given for a %s cache, which has none",
-                dtype_name(desc.cache_dtype));
-  }
+  EB_RETURN_IF_ERROR(check_cache_scales(context, desc, args));
   if (desc.latent_dim > 0 && desc.latent_dim + desc.rotary_dim != desc.head_dim) {
     return fail(context, EB_INVALID_ARGUMENT,
                 "PagedAttention: latent_dim %d and rotary_dim %d do not make up head_dim %d", desc.latent_dim,

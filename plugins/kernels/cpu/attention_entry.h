@@ -16,6 +16,10 @@ struct AttentionEntry {
         return prepare_tokens<V, Fp16>(call, first, last);
       case EB_BF16:
         return prepare_tokens<V, Bf16>(call, first, last);
+      case EB_F8E4M3:
+        return prepare_tokens<V, F8E4M3>(call, first, last);
+      case EB_I8:
+        return prepare_tokens<V, Int8>(call, first, last);
       default:
         return prepare_tokens<V, float>(call, first, last);
     }
@@ -27,6 +31,10 @@ struct AttentionEntry {
         return attend_heads<V, Fp16>(call, tile, first_head, heads, first_split, end_split, scratch);
       case EB_BF16:
         return attend_heads<V, Bf16>(call, tile, first_head, heads, first_split, end_split, scratch);
+      case EB_F8E4M3:
+        return attend_heads<V, F8E4M3>(call, tile, first_head, heads, first_split, end_split, scratch);
+      case EB_I8:
+        return attend_heads<V, Int8>(call, tile, first_head, heads, first_split, end_split, scratch);
       default:
         return attend_heads<V, float>(call, tile, first_head, heads, first_split, end_split, scratch);
     }

@@ -287,8 +287,14 @@ class TileAttention {
       const int width = shape_.value_dim;
       float* out = static_cast<float*>(call_.args->attention) + (token * desc_.num_heads + head) * width;
       const auto total = V::set1(total_.total[row]);
+      const CacheScales& scales = call_.scales;
+      const float* fold = scales.values == nullptr ? nullptr : scales.values + kv_head_ * scales.head_stride;
       for (int d = 0; d < width; d += V::kWidth) {
-        store_first<V>(out + d, V::div(V::load(values + d), total), width - d);
+        auto mean = V::div(V::load(values + d), total);
+        if (fold != nullptr) {
+          mean = V::mul(mean, scales.step > 0 ? load_first<V>(fold + d, width - d) : V::set1(*fold));
+        }
+        store_first<V>(out + d, mean, width - d);
       }
     }
   }

@@ -32,9 +32,18 @@ inline void rotate_head(float* x, const float* cosines, const float* sines, int 
   }
 }
 
+// Scales of a head; null: none. `step` is CacheScales'.
 template <class T>
-inline void write_head(const float* from, T* to, int dim) {
-  for (int d = 0; d < dim; ++d) from_float(from[d], to + d);
+inline void write_head(const float* from, T* to, int dim, const float* scales, int step) {
+  if (scales == nullptr) {
+    for (int d = 0; d < dim; ++d) from_float(from[d], to + d);
+  } else {
+    for (int d = 0; d < dim; ++d) from_float(from[d] / scales[d * step], to + d);
+  }
+}
+
+inline const float* scales_of(const float* scales, const CacheScales& all, int64_t head) {
+  return scales == nullptr ? nullptr : scales + head * all.head_stride;
 }
 
 template <class V, class T>
@@ -42,6 +51,7 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
   const eb_paged_attention_desc& desc = *call.desc;
   const eb_paged_attention_args& args = *call.args;
   const AttentionShape& shape = call.shape;
+  const CacheScales& scales = call.scales;
   const int dim = desc.head_dim, half = desc.rotary_dim / 2;
   const bool interleaved = desc.rope_interleaved != 0;
   for (int64_t token = first; token < last; ++token) {
@@ -53,7 +63,10 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
       std::memcpy(query, row, dim * sizeof(float));
       if (args.q_norm != nullptr) normalise_head<V>(query, args.q_norm, dim, desc.norm_epsilon);
       if (half > 0) rotate_head(query + shape.rotary_offset, cosines, sines, half, interleaved);
+      const float* fold = scales_of(scales.keys, scales, head / shape.group);
       for (int d = 0; d < dim; ++d) query[d] *= desc.scale;
+      // The cached keys are codes: their scales go into the query.
+      for (int d = 0; fold != nullptr && d < dim; ++d) query[d] *= fold[d * scales.step];
       for (int d = dim; d < shape.padded_dim; ++d) query[d] = 0.0f;
     }
     const int64_t slot = args.slot_mapping[token];
@@ -65,9 +78,13 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
       std::memcpy(key, row, dim * sizeof(float));
       if (args.k_norm != nullptr) normalise_head<V>(key, args.k_norm, dim, desc.norm_epsilon);
       if (half > 0) rotate_head(key + shape.rotary_offset, cosines, sines, half, interleaved);
-      write_head(key, cached + int64_t{head} * dim, dim);
+      write_head(key, cached + int64_t{head} * dim, dim, scales_of(scales.keys, scales, head), scales.step);
     }
-    if (shape.value_offset > 0) write_head(row, cached + shape.value_offset, desc.num_kv_heads * dim);
+    if (shape.value_offset == 0) continue;
+    for (int head = 0; head < desc.num_kv_heads; ++head, row += dim) {
+      write_head(row, cached + shape.value_offset + int64_t{head} * dim, dim,
+                 scales_of(scales.values, scales, head), scales.step);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// fp16 and bf16 to fp32 and back, one value at a time; NaN stays NaN, rounding is to nearest even.
+// fp16, bf16 and E4M3 to fp32 and back, one value at a time; NaN stays NaN, rounding is to nearest even.
 // Functions are static: a file compiled for one ISA must not lend its copy to a baseline file.
 #ifndef ENGINEBAY_FLOAT16_H
 #define ENGINEBAY_FLOAT16_H
@@ -50,6 +50,30 @@ static inline uint16_t float_to_fp16(float value) {
   // Adding 0.5 puts the last kept bit of a subnormal at fp32's last bit, so the addition rounds it.
   const uint32_t shifted = float_to_bits(bits_to_float(magnitude) + 0.5f);
   return static_cast<uint16_t>(sign | (shifted - 0x3f000000u));
+}
+
+// E4M3 (OCP 8-bit floating point, 2023): 4 exponent bits of bias 7, NaN is 0x7f, no infinity.
+static inline float f8e4m3_to_float(uint8_t code) {
+  if ((code & 0x7fu) == 0x7fu) return bits_to_float(static_cast<uint32_t>(code) << 24 | 0x7fc00000u);
+  // The same bits as fp16 are 2^-8 of the value.
+  const uint32_t half = (code & 0x80u) << 8 | (code & 0x7fu) << 7;
+  return fp16_to_float(static_cast<uint16_t>(half)) * 256.0f;
+}
+
+// What is beyond 448, infinity included, becomes 448.
+static inline uint8_t float_to_f8e4m3(float value) {
+  const uint32_t bits = float_to_bits(value);
+  const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint8_t>(sign | 0x7fu);
+  if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);
+  if (magnitude >= 0x3c800000u) {  // 2^-6, the least normal
+    const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+    return static_cast<uint8_t>(sign | ((rounded - (120u << 23)) >> 20));
+  }
+  // Adding 2^14 puts the last kept bit of a subnormal, 2^-9, at fp32's last bit, so the addition rounds it.
+  const uint32_t shifted = float_to_bits(bits_to_float(magnitude) + 16384.0f);
+  return static_cast<uint8_t>(sign | (shifted - 0x46800000u));
 }
 
 }  // namespace enginebay

@@ -24,6 +24,18 @@ struct Avx2 {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
+  static F load(const Int8* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
+  static F load(const F8E4M3* from) {
+    // Sign, then exponent and mantissa one bit lower: fp16 of 2^-8 of the value.
+    const __m128i high =
+        _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 8);
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(int16_t(0xbfff)));
+    const __m128i nan = _mm_cmpeq_epi16(_mm_slli_epi16(half, 1), _mm_set1_epi16(0x7f00));
+    const __m128i marked = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(marked), _mm256_set1_ps(256.0f));
+  }
   static void store(float* to, F value) { _mm256_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

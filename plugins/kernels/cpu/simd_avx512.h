@@ -24,6 +24,19 @@ struct Avx512 {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
+  static F load(const Int8* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+  static F load(const F8E4M3* from) {
+    // Sign, then exponent and mantissa one bit lower: fp16 of 2^-8 of the value.
+    const __m256i high =
+        _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8);
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(int16_t(0xbfff)));
+    const __m256i magnitude = _mm256_slli_epi16(half, 1);
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f00));
+    const __m256i marked = _mm256_mask_set1_epi16(half, nan, 0x7e00);
+    return _mm512_mul_ps(_mm512_cvtph_ps(marked), _mm512_set1_ps(256.0f));
+  }
   static void store(float* to, F value) { _mm512_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm512_add_ps(a, b); }

@@ -21,12 +21,27 @@ struct Bf16 {
   uint16_t bits;
 };
 
+struct F8E4M3 {
+  uint8_t bits;
+};
+struct Int8 {
+  int8_t code;
+};
+
 inline float to_float(float value) { return value; }
 inline float to_float(Fp16 value) { return fp16_to_float(value.bits); }
 inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }
+inline float to_float(F8E4M3 value) { return f8e4m3_to_float(value.bits); }
+inline float to_float(Int8 value) { return value.code; }
 inline void from_float(float value, float* to) { *to = value; }
 inline void from_float(float value, Fp16* to) { to->bits = float_to_fp16(value); }
 inline void from_float(float value, Bf16* to) { to->bits = float_to_bf16(value); }
+inline void from_float(float value, F8E4M3* to) { to->bits = float_to_f8e4m3(value); }
+// To the nearest, ties to even; NaN to 0.
+inline void from_float(float value, Int8* to) {
+  const float bounded = value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value == value ? value : 0.0f;
+  to->code = static_cast<int8_t>(__builtin_rintf(bounded));
+}
 
 // The first `count` values of a vector, zeros after them; count may exceed the width.
 template <class V, class T>
