@@ -11,6 +11,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from enginebay.plugins.reference_cache import channel_scales, decode, encode
+
 Array = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
@@ -80,7 +82,7 @@ F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN
 
 
 def to_f8(x: Array) -> Array:
-    """The nearest E4M3 numbers, ties to even, at most F8_MAX in magnitude; NaN stays NaN (OCP 8-bit FP, 2023).
+    """The nearest E4M3 numbers, ties to even, at most F8_MAX in magnitude; NaN stays NaN (OCP 8-bit FP).
 
     Normal numbers have three bits behind the leading one; below 2^-6 steps are 2^-9.
     """
@@ -92,8 +94,8 @@ def to_f8(x: Array) -> Array:
 
 
 def f8_inputs(x: Array, input_scale: float = 0.0) -> Array:
-    """What QuantLinearF8Inputs multiplies by: rows of x [T, K] as scale*E4M3, where the scale is `input_scale`,
-    or F8_MAX-th of each row's largest where that is 0. A row that holds NaN or infinity is NaN."""
+    """What QuantLinearF8Inputs multiplies by: x [T, K] as scale*E4M3. The scale is `input_scale`; where that is
+    0, the F8_MAX-th part of each row's largest. A row that holds NaN or infinity is NaN."""
     largest = np.abs(x).max(axis=1, keepdims=True, initial=0)
     scale = np.full_like(largest, input_scale) if input_scale else largest / F8_MAX
     zero = (scale < 2.0**-100 / F8_MAX) | ~np.isfinite(largest)
@@ -135,6 +137,7 @@ def paged_attention(
     q_norm: Array | None = None,
     k_norm: Array | None = None,
     sinks: Array | None = None,
+    cache_scales: Array | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -148,7 +151,8 @@ def paged_attention(
 ) -> tuple[Array, NDArray[np.generic]]:
     """PagedAttention: (attention [T, Hq*D], the cache after the writes, in its own dtype).
 
-    Keys and values pass through the cache's dtype before they are attended to. Padding rows give zeros.
+    Keys and values pass through the cache's dtype before they are attended to (reference_cache). Padding
+    rows give zeros.
     """
     if latent_dim:
         assert rope_cos is not None
@@ -159,6 +163,7 @@ def paged_attention(
         def rotary_first(x: NDArray[np.generic]) -> NDArray[np.generic]:
             return np.roll(x.reshape(*x.shape[:-1], -1, head_dim), turned, -1).reshape(x.shape)
 
+        scales = channel_scales(cache_scales, 1, head_dim)[:1]
         attention, both = paged_attention(
             qkv=rotary_first(np.concatenate([qkv, qkv[:, -head_dim:]], axis=1)).astype(np.float64),
             cache=np.stack([rotary_first(cache)] * 2, axis=1)[:, :, :, None],
@@ -170,6 +175,7 @@ def paged_attention(
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             sinks=sinks,
+            cache_scales=np.concatenate([rotary_first(scales)] * 2).astype(np.float64),
             num_heads=num_heads,
             num_kv_heads=1,
             head_dim=head_dim,
@@ -182,6 +188,7 @@ def paged_attention(
         values = attention.reshape(len(qkv), num_heads, head_dim)[:, :, turned:]
         return values.reshape(len(qkv), -1), np.roll(both[:, 0, :, 0], -turned, axis=-1)
     cache = cache.copy()
+    scales = channel_scales(cache_scales, num_kv_heads, head_dim)
     block_size = cache.shape[2]
     attention = np.zeros((qkv.shape[0], num_heads * head_dim))
     used = int(query_start[-1])
@@ -200,8 +207,9 @@ def paged_attention(
                 vectors[token, head] = x
         slot = int(slot_mapping[token])
         if slot >= 0:
-            cache[slot // block_size, 0, slot % block_size] = keys[token].astype(cache.dtype)
-            cache[slot // block_size, 1, slot % block_size] = values[token].astype(cache.dtype)
+            for part, vectors in enumerate((keys, values)):
+                stored = encode(vectors[token], scales[part], cache.dtype)
+                cache[slot // block_size, part, slot % block_size] = stored
 
     group = num_heads // num_kv_heads
     for sequence, length in enumerate(kv_len):
@@ -211,7 +219,8 @@ def paged_attention(
             last = position + 1 if causal else int(length)
             start = max(0, position - window + 1) if window else 0
             where = np.arange(start, last)
-            rows = cache[block_table[sequence, where // block_size], :, where % block_size].astype(np.float64)
+            stored = cache[block_table[sequence, where // block_size], :, where % block_size]
+            rows = decode(stored, scales)
             for head in range(num_heads):
                 key, value = rows[:, 0, head // group], rows[:, 1, head // group]
                 score = key @ queries[token, head] * scale
