@@ -62,7 +62,7 @@ def build_engine(
     _check_vectors(source.model.graph)
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
         quantised = quantise(source, chosen, config, scratch, progress)
-        packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer)
+        packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer, quantised.input_scales)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
         _name_engine(source.model, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginebay.builder.quant.formats import WeightFormat
+from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
@@ -61,13 +61,22 @@ class Placed:
 class WeightPacker:
     """Gives lowerings their packed initializers and packs each when the engine's sidecar asks for it."""
 
-    def __init__(self, recipe: Recipe, library: PackingLibrary, quantizer: Quantizer) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        library: PackingLibrary,
+        quantizer: Quantizer,
+        input_scales: Mapping[str, float] | None = None,
+    ) -> None:
+        """`input_scales`: by layer, for a recipe whose inputs have static scales."""
         self._recipe = recipe
+        self._input_scales = input_scales or {}
         self._library = library
         self._quantizer = quantizer
         self._placed: dict[str, Placed] = {}
         self._plans: dict[str, tuple[LayerPlan, ...]] = {}
         self._quantizers: dict[str, Quantizer] = {}
+        self._input_methods: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
         self.results: list[LayerResult] = []
 
@@ -103,6 +112,23 @@ class WeightPacker:
             **_format_attributes(fmt, fmt.scale_block(columns)),
         }
         return Placed(value, attributes)
+
+    def input_scale(self, layer: str, packed: Placed) -> float | None:
+        """What linear `layer` rounds its inputs to E4M3 with, 0 for a scale of each row's own; None: it does
+        not. QuantizationError where calibration gave a static scale to every layer but this."""
+        inputs = self._recipe.inputs_of(str(packed.attributes["format"]))
+        if inputs is None:
+            return None
+        if not inputs.static:
+            self._input_methods[layer] = ", E4M3 inputs"
+            return 0.0
+        if layer not in self._input_scales:
+            raise QuantizationError(
+                f"layer {layer}: calibration did not reach it, so its inputs have no scale; build with quant "
+                f"fp8, whose scales are each token's own"
+            )
+        self._input_methods[layer] = f", E4M3 inputs of scale {self._input_scales[layer]:.4g}"
+        return self._input_scales[layer]
 
     def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value, columns: int) -> Placed:
         """The packed form of initializer `weight` [experts, N, K]: one expert after another, each at a
@@ -168,7 +194,8 @@ class WeightPacker:
                 tensor=name.removesuffix(".packed"),
                 shape=(len(plans) * rows, columns),
                 format=first.format,
-                method=" and ".join(dict.fromkeys(quantizer.method(plan) for plan in plans)),
+                method=" and ".join(dict.fromkeys(quantizer.method(plan) for plan in plans))
+                + self._input_methods.get(first.layer, ""),
                 source_bytes=sum(plan.matrix.nbytes for plan in plans),
                 packed_bytes=size,
                 squared_error=lost,

@@ -3,7 +3,8 @@ errors measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ir.passes.common import ShapeInferencePass
@@ -23,11 +24,12 @@ EVALUATION_LENGTH = 256
 
 @dataclass(frozen=True)
 class Quantised:
-    """`recipe` as a search left it; `quantizer` gives the weights; `mix` and `error` where they were asked
-    for."""
+    """`recipe` as a search left it; `quantizer` gives the weights; `input_scales` by layer where they are
+    static; `mix` and `error` where they were asked for."""
 
     recipe: Recipe
     quantizer: Quantizer
+    input_scales: Mapping[str, float] = field(default_factory=dict)
     mix: Mix | None = None
     error: ModelError | None = None
 
@@ -55,7 +57,8 @@ def quantise(
         result = replace(result, recipe=recipe, mix=mix)
     if recipe.calibrated:
         batch = calibration_batch(source.folder, vocab, config.calibration)
-        result = replace(result, quantizer=calibrate(source.model, recipe, batch, scratch, progress))
+        calibrated = calibrate(source.model, recipe, batch, scratch, progress)
+        result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
     if config.evaluate:
         result = replace(result, error=_evaluate(source, result, config))
     return result

@@ -37,9 +37,11 @@ def lower_linears(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
         else:
             packed = packer.place_stored(graph, layer, f"{layer}.weight", stored)
         y = ir.Value(type=ir.TensorType(ir.DataType.FLOAT))
-        lowered = plugin_node(
-            ops.QUANT_LINEAR, [x, packed.value, *([bias] if bias else [])], packed.attributes, [y], node.name
-        )
+        op, attributes, scale = ops.QUANT_LINEAR, packed.attributes, packer.input_scale(layer, packed)
+        if scale is not None:
+            op, attributes = ops.QUANT_LINEAR_F8_INPUTS, {**attributes, "input_scale": scale}
+        inputs = [x, packed.value, *([bias] if bias else [])]
+        lowered = plugin_node(op, inputs, attributes, [y], node.name)
         replace(graph, node, lowered, [(node.outputs[0], y)])
         report.matched += 1
     return report

@@ -23,12 +23,14 @@ from enginebay.builder.quant.interpreter import Batch, Interpreter, Values, line
 from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.rtn import (
+    F8_MAX,
     QuantizedRows,
     dequantize_rows,
     eleven_bits,
     quantize_rows,
 )
 from enginebay.builder.quant.scaling import Site, channel_scale
+from enginebay.builder.quant.stored import stored_weights
 
 Float32 = NDArray[np.float32]
 
@@ -66,9 +68,13 @@ class _Stored:
 
 
 class Calibrated:
-    """A Quantizer with the results of a calibration; layers it did not see are rounded to nearest."""
+    """A Quantizer with the results of a calibration; layers it did not see are rounded to nearest.
+
+    `input_scales`: of linear layers whose inputs become E4M3 by one scale each.
+    """
 
     def __init__(self) -> None:
+        self.input_scales: dict[str, float] = {}
         self._stored: dict[str, _Stored] = {}
         self._rounding = RoundToNearest()
 
@@ -119,20 +125,21 @@ def calibrate(
     run = Interpreter(model.graph, batch)
     session = _Session(model.graph, recipe, run, scratch)
     nodes = [*run.body, *run.tail]
-    layers = [node for node in nodes if linear_weight(node) is not None]
+    layers = [node for node in nodes if linear_weight(node) is not None or _is_stored(node)]
     values = run.start()
     read: dict[ir.Value, int] = {}
     for node in nodes:
         if is_moe(node):
             session.experts(node, values)
-        elif linear_weight(node) is None:
+        elif node not in layers:
             run.step(node, values)
         else:
-            session.layer(node, values)
+            weights = session.layer(node, values)
             if progress is not None:
                 progress(layers.index(node) + 1, len(layers), node.name or "linear")
             if node is layers[-1]:
-                break
+                break  # nobody reads the logits
+            run.linear(node, values, weights)
         run.release(node, values, read)
     return session.result
 
@@ -145,19 +152,24 @@ class _Session:
         self._scratch = scratch
         self.result = Calibrated()
 
-    def layer(self, node: ir.Node, values: Values) -> None:
-        """Quantises the linear layer `node` on the inputs in `values`, and computes its outputs."""
+    def layer(self, node: ir.Node, values: Values) -> Float32:
+        """Quantises the linear layer `node` on the inputs in `values`; the weights [N, K] it has then. Those
+        that came quantised stay as they are."""
         weight, x, name = linear_weight(node), node.inputs[0], node.name
-        assert weight is not None
         assert x is not None
         assert name is not None
+        inputs = self._run.read(x, values)
+        if weight is None:
+            stored = stored_weights(node.inputs[1]) if node.inputs[1] is not None else None
+            assert stored is not None
+            self._scale_inputs(name, stored.format, inputs)
+            return stored.dequantized()
         matrix = weight_matrix(weight)
         plan = LayerPlan(name, matrix, self._recipe.format_of(name, matrix.shape))
         weights = matrix.rows(0, matrix.shape[0])
-        inputs = self._run.read(x, values)
+        self._scale_inputs(name, plan.format, inputs)
         if not self._calibrates(plan):
-            self._run.linear(node, values, dequantize_rows(quantize_rows(weights, plan.format, matrix.name)))
-            return
+            return dequantize_rows(quantize_rows(weights, plan.format, matrix.name))
         hessian = _hessian(inputs, name)
         columns, method = np.ones(matrix.shape[1], np.float32), self._recipe.method
         if self._recipe.scaling is not None:
@@ -171,7 +183,7 @@ class _Session:
                 method = f"{method} without scaling"
         rows = self._round(weights, hessian, plan)
         self._store(plan, rows, method, columns)
-        self._run.linear(node, values, dequantize_rows(rows))
+        return dequantize_rows(rows)
 
     def experts(self, node: ir.Node, values: Values) -> None:
         """Quantises every expert of a mixture on the tokens routed to it, and computes the mixture's output.
@@ -203,7 +215,19 @@ class _Session:
 
     def _calibrates(self, plan: LayerPlan) -> bool:
         """Floats and E4M3 are rounded to nearest, and so is a head of 8 bits."""
-        return plan.format.kind in ("i4", "i8") and not self._recipe.head_is_rounded(plan.layer)
+        integer = plan.format.kind in ("i4", "i8") and not self._recipe.head_is_rounded(plan.layer)
+        return integer and self._recipe.fits_weights
+
+    def _scale_inputs(self, name: str, fmt: WeightFormat, inputs: Float32) -> None:
+        """The static scale of the layer's E4M3 inputs, where the recipe asks for one."""
+        rounded = self._recipe.inputs_of(fmt.kind)
+        if rounded is None or not rounded.static:
+            return
+        largest = float(np.abs(inputs).max(initial=0.0))
+        if not np.isfinite(largest):
+            raise QuantizationError(f"layer {name}: its inputs in calibration are not finite")
+        # Inputs that were always 0 fit any scale.
+        self.result.input_scales[name] = rounded.headroom * largest / F8_MAX if largest else 1.0
 
     def _store(self, plan: LayerPlan, rows: QuantizedRows, method: str, columns: Float32) -> None:
         folder = self._scratch / str(len(list(self._scratch.iterdir())))
@@ -252,3 +276,9 @@ def _hessian(inputs: Float32, name: str) -> NDArray[np.float64]:
     if not np.isfinite(hessian).all():
         raise QuantizationError(f"layer {name}: its inputs in calibration are not finite, or their squares")
     return hessian
+
+
+def _is_stored(node: ir.Node) -> bool:
+    """Whether `node` multiplies by weights that came quantised."""
+    weight = node.inputs[1] if node.op_type == "Gemm" and node.domain == "" else None
+    return weight is not None and stored_weights(weight) is not None

@@ -14,7 +14,7 @@ SCALE_BITS = {"f8": 32, "i8": 16, "i4": 16}  # of a block's scale and of its min
 
 
 _BLOCK = r"\.b([1-9]\d{0,4})"
-_KEY = re.compile(rf"(f32|f16|bf16)|(i8)(?:{_BLOCK})?|(f8|i4){_BLOCK}(?:\.(sym|asym))?")
+_KEY = re.compile(rf"(f32|f16|bf16)|(i8|f8)(?:{_BLOCK})?|(i4){_BLOCK}(?:\.(sym|asym))?")
 
 
 class QuantizationError(ValueError):
@@ -27,7 +27,8 @@ class WeightFormat:
 
     kind       f32, f16, bf16: plain; f8: w = scale*q, q in E4M3; i8: w = scale*q, q in -127..127; i4: q in
                0..15
-    block      weights along K that share a scale; 0 for the float kinds and for i8 with one scale per row
+    block      weights along K that share a scale; 0 for the float kinds, and for i8 and f8 with one scale per
+               row
     symmetric  i4: True is w = scale*(q - 8), False is w = scale*q + minimum
     """
 
@@ -40,18 +41,16 @@ class WeightFormat:
             raise QuantizationError(f"weight format '{self.kind}' is unknown; there are {', '.join(KINDS)}")
         if self.kind in FLOAT_KINDS and (self.block or not self.symmetric):
             raise QuantizationError(f"weight format {self.kind} takes neither a block size nor a minimum")
-        if self.kind in ("i4", "f8") and self.block <= 0:
+        if self.kind == "i4" and self.block <= 0:
+            raise QuantizationError(f"weight format i4 needs a positive block size, not {self.block}")
+        if self.kind in ("f8", "i8") and (self.block < 0 or not self.symmetric):
             raise QuantizationError(
-                f"weight format {self.kind} needs a positive block size, not {self.block}"
+                f"weight format {self.kind} has no minimum, and a block size of 0 (a row) or more"
             )
-        if self.kind == "f8" and not self.symmetric:
-            raise QuantizationError("weight format f8 has no minimum")
-        if self.kind == "i8" and (self.block < 0 or not self.symmetric):
-            raise QuantizationError("weight format i8 is symmetric, with a block size of 0 (a row) or more")
 
     @property
     def key(self) -> str:
-        """Short unique name: f16, f8.b128, i8, i8.b32, i4.b32.sym, i4.b64.asym."""
+        """Short unique name: f16, f8, f8.b128, i8, i8.b32, i4.b32.sym, i4.b64.asym."""
         if self.kind in FLOAT_KINDS:
             return self.kind
         block = f".b{self.block}" if self.block else ""
@@ -64,18 +63,19 @@ class WeightFormat:
         match = _KEY.fullmatch(key)
         if match is None:
             raise QuantizationError(
-                f"weight format '{key}' is unknown; give f16, bf16, f8.b128, i8, i8.b32, i4.b64, i4.b32.asym"
+                f"weight format '{key}' is unknown; give f16, bf16, f8, f8.b128, i8, i8.b32, i4.b64, "
+                "i4.b32.asym"
             )
-        plain, i8, i8_block, blocked, block, sign = match.groups()
+        plain, eight, eight_block, _, block, sign = match.groups()
         if plain:
             return WeightFormat(cast(Kind, plain))
-        if i8:
-            return WeightFormat("i8", int(i8_block or 0))
-        return WeightFormat(cast(Kind, blocked), int(block), sign != "asym")
+        if eight:
+            return WeightFormat(cast(Kind, eight), int(eight_block or 0))
+        return WeightFormat("i4", int(block), sign != "asym")
 
     def layout_key(self, in_features: int) -> str:
         """Name of the packed layout in the manifest: with a scale for each row it depends on their length."""
-        by_row = self.kind == "i8" and not self.block
+        by_row = not self.is_float and not self.block
         return f"{self.key}.k{in_features}" if by_row else self.key
 
     @property

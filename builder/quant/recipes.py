@@ -47,6 +47,19 @@ class Rounding:
     shrinks: tuple[float, ...] = (1.0,)
 
 
+@dataclass(frozen=True)
+class Float8Inputs:
+    """Inputs become E4M3 where weights are f8 or i4; int8 weights keep their int8 inputs, floats theirs.
+
+    static    one scale a layer, from calibration; otherwise each token has its own
+    headroom  a static scale reaches so many times the largest input seen, and what lies beyond saturates.
+              E4M3 is as fine there as elsewhere: only its smallest numbers get scarcer
+    """
+
+    static: bool = False
+    headroom: float = 2.0
+
+
 # A router is small, and rounding it sends tokens to other experts.
 ROUTERS = (Override("*.moe.router", F32), Override("*.moe.shared_gate", F32))
 
@@ -63,6 +76,7 @@ class Recipe:
     method     how the weights reach an integer format, as the manifest says it
     scaling    of input channels, folded into what produces them; None: none
     rounding   to the nearest grid point, or GPTQ
+    inputs     of linear layers as E4M3; None: as the target's kernels take them
     overrides  exceptions, the first that matches decides
     """
 
@@ -75,12 +89,22 @@ class Recipe:
     method: str = "rtn"
     scaling: AwqScaling | SmoothScaling | None = None
     rounding: Rounding | GptqConfig = Rounding()
+    inputs: Float8Inputs | None = None
     overrides: tuple[Override, ...] = ()
 
     @property
     def calibrated(self) -> bool:
         """Whether the recipe needs to see the model's activations."""
+        return self.fits_weights or (self.inputs is not None and self.inputs.static)
+
+    @property
+    def fits_weights(self) -> bool:
+        """Whether weights are more than rounded to nearest, each block in the grid that reaches it."""
         return self.scaling is not None or self.rounding != Rounding()
+
+    def inputs_of(self, kind: str) -> Float8Inputs | None:
+        """How the inputs of a linear layer with weights of `kind` are rounded; None: as the target does."""
+        return self.inputs if kind in ("f8", "i4") else None
 
     def format_of(self, layer: str, shape: tuple[int, int], role: Role = "linear") -> WeightFormat:
         """Format of the layer called `layer` with weights `shape` [N, K]; QuantizationError for a block
@@ -107,15 +131,17 @@ class Recipe:
         return replace(self, overrides=overrides + self.overrides)
 
     def with_blocks(self, block: int | None, symmetric: bool | None) -> Recipe:
-        """The recipe with another block size or symmetry of its int4 linear layers."""
+        """The recipe with another block size (int4, fp8) or symmetry (int4) of its linear layers."""
         if block is None and symmetric is None:
             return self
-        if self.linear.kind != "i4":
+        if self.linear.kind not in ("i4", "f8"):
             raise QuantizationError(
-                f"recipe {self.name} has no int4 layers: block size and symmetry do not apply"
+                f"recipe {self.name} has no int4 or fp8 layers: block size and symmetry do not apply"
             )
+        if self.linear.kind == "f8" and symmetric is not None:
+            raise QuantizationError(f"recipe {self.name} has no int4 layers: symmetry does not apply")
         linear = WeightFormat(
-            "i4",
+            self.linear.kind,
             self.linear.block if block is None else block,
             self.linear.symmetric if symmetric is None else symmetric,
         )
@@ -127,6 +153,10 @@ class Recipe:
 
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
+
+
+def _fp8(name: str, summary: str, inputs: Float8Inputs | None) -> Recipe:
+    return Recipe(name, summary, F8, HEAD_I8, HEAD_I8, "float16", inputs=inputs)
 
 
 def _int4(name: str, summary: str, **options: Any) -> Recipe:
@@ -142,7 +172,13 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
         Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "float16"),
-        Recipe("fp8", "E4M3 weights, blocks of 32; int8 head", F8, I8, I8, "float16"),
+        _fp8(
+            "fp8", "E4M3 weights, blocks of 32, and E4M3 inputs, a scale a token; int8 head", Float8Inputs()
+        ),
+        _fp8(
+            "fp8-static", "as fp8, with one input scale a layer from calibration", Float8Inputs(static=True)
+        ),
+        _fp8("fp8-weights", "E4M3 weights, blocks of 32, and float inputs; int8 head", None),
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",
@@ -160,19 +196,13 @@ RECIPES: dict[str, Recipe] = {
             scaling=AwqScaling(),
             rounding=Rounding(_CLIPS),
         ),
+        _int4("w4a8", "int4 weights as int4, and E4M3 inputs, a scale a token", inputs=Float8Inputs()),
     )
-}
-
-# Part of the plan, not of this version: the reason is what a user is told.
-PLANNED: dict[str, str] = {
-    "w4a8": "FP8 inputs need an FP8 matrix unit; on ort-cpu int4 multiplies 8-bit integer inputs already",
 }
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe called `name`; QuantizationError with the reason, or listing what there is, otherwise."""
-    if name in PLANNED:
-        raise QuantizationError(f"quantisation {name} is not available yet: {PLANNED[name]}")
+    """The recipe called `name`; QuantizationError listing what there is otherwise."""
     if name not in RECIPES:
         raise QuantizationError(f"quantisation '{name}' is unknown; there are {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -69,6 +69,16 @@ class QuantLinear(OpRun):
         return (reference.quant_linear(x, unpack(packed, attributes), bias).astype(np.float32),)
 
 
+class QuantLinearF8Inputs(OpRun):
+    op_domain = "enginebay"
+
+    def _run(
+        self, x: Any, packed: Any, bias: Any = None, input_scale: float = 0.0, **attributes: Any
+    ) -> tuple[Any]:
+        rounded = reference.f8_inputs(x.astype(np.float64), input_scale)
+        return (reference.quant_linear(rounded, unpack(packed, attributes), bias).astype(np.float32),)
+
+
 class Embedding(OpRun):
     op_domain = "enginebay"
 
@@ -101,7 +111,7 @@ class PagedAttention(OpRun):
         return attention.astype(np.float32), cache
 
 
-OPS = [QuantLinear, Embedding, AddRMSNorm, GatedActivation, PagedAttention]
+OPS = [QuantLinear, QuantLinearF8Inputs, Embedding, AddRMSNorm, GatedActivation, PagedAttention]
 
 
 def ragged_step(rng: np.random.Generator, vocab: int, rows: list[int]) -> dict[str, NDArray[Any]]:

@@ -234,13 +234,44 @@ def test_an_array_of_tokens(tmp_path):
 
 
 def test_a_recipe_without_int4_takes_no_block():
-    with pytest.raises(QuantizationError, match="recipe int8 has no int4 layers"):
+    with pytest.raises(QuantizationError, match="recipe int8 has no int4 or fp8 layers"):
         recipe("int8").with_blocks(64, None)
     assert recipe("int4").with_blocks(64, True).linear == WeightFormat("i4", 64)
     assert recipe("int4").with_blocks(None, None) is RECIPES["int4"]
 
 
-@pytest.mark.parametrize("name", ["w4a8"])
-def test_planned_recipes_say_why_not_yet(name):
-    with pytest.raises(QuantizationError, match=f"quantisation {name} is not available yet: "):
-        recipe(name)
+def test_static_scales_reach_twice_the_largest_input(exported, tmp_path):
+    """The inputs of the first layer are those of the model as it came."""
+    source, tokens = canonical(exported()), batch()
+    result = calibrate(source.model, recipe("fp8-static"), tokens, tmp_path)
+    run = Interpreter(source.model.graph, tokens)
+    values = run.start()
+    for node in run.body:
+        if linear_weight(node) is not None:
+            break
+        run.step(node, values)
+    largest = np.abs(values[node.inputs[0]]).max()
+    assert result.input_scales["layers.0.attention.qkv"] == pytest.approx(2 * largest / 448, rel=1e-6)
+    linears = [n.name for n in source.model.graph if linear_weight(n) is not None and n.name != "lm_head"]
+    assert sorted(result.input_scales) == sorted(linears)  # the head is int8
+
+
+def test_a_layer_without_a_static_scale_is_named(exported):
+    source = canonical(exported())
+    packer = WeightPacker(recipe("fp8-static"), PlainLibrary(), RoundToNearest(), {"lm_head": 1.0})
+    with pytest.raises(QuantizationError, match=r"layer layers\.0\.attention\.qkv: calibration did not"):
+        OrtCpu().lower(source.model, packer, CacheLayout("float32", 4))
+
+
+def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(64).reshape(2, 32) % VOCAB)
+    config = CalibrationConfig(source=tmp_path / "t.npy")
+    source, methods = exported(), {}
+    for name in ("fp8", "fp8-static", "fp8-weights", "w4a8"):
+        report = build_engine(source, tmp_path / name, BuildConfig(quant=name, calibration=config))
+        methods[name] = {layer.layer: layer.method for layer in report.layers}
+        assert methods[name]["lm_head"] == "rtn"
+    layer = "layers.1.mlp.down"
+    assert methods["fp8"][layer] == methods["w4a8"][layer] == "rtn, E4M3 inputs"
+    assert methods["fp8-static"][layer].startswith("rtn, E4M3 inputs of scale 0.")
+    assert methods["fp8-weights"][layer] == "rtn"

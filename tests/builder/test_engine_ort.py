@@ -17,6 +17,7 @@ from enginebay.builder.quant.formats import WeightFormat
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
 from enginebay.builder.quant.rtn import QuantizedRows, quantize_rows
+from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.builder.targets.base import CacheLayout
 from enginebay.builder.targets.ort_cpu import OrtCpu
 from enginebay.builder.weights import ROW_GROUP
@@ -38,7 +39,10 @@ def reference_logits(source, quant, feeds):
 
 
 def engine_of(source, out, **options):
-    build_engine(source, out, BuildConfig(block_size=4, **options))
+    tokens = out.with_suffix(".npy")
+    np.save(tokens, np.random.default_rng(8).integers(0, VOCAB, (4, 32)))
+    calibration = CalibrationConfig(source=tokens)
+    build_engine(source, out, BuildConfig(block_size=4, calibration=calibration, **options))
     return OrtEngine(out, EngineOptions(threads=2, num_blocks=64))
 
 
@@ -64,12 +68,16 @@ def test_fp32_engine_equals_the_canonical_graph(exported, tmp_path, step, tied, 
 
 @pytest.mark.parametrize(
     ("quant", "tolerance"),
-    [("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("fp8", 0.05), ("int8", 0.15), ("int4", 0.15)],
+    [
+        *(("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("fp8-weights", 0.05)),
+        *(("fp8", 0.05), ("w4a8", 0.05), ("int8", 0.15), ("int4", 0.15)),
+    ],
 )
 def test_an_engine_multiplies_by_what_its_recipe_made_of_the_weights(
     exported, tmp_path, step, quant, tolerance
 ):
-    """Integer formats round the activations to 8 bits too: logits here are of size 1 to 4."""
+    """Integer formats round the activations to 8 bits too: logits here are of size 1 to 4. E4M3 inputs are
+    rounded by the reference as well, to the same numbers but where the two lie close to a tie."""
     source = exported()
     engine = engine_of(source, tmp_path / "engine", quant=quant, cache_dtype="float32")
     actual, expected = engine.run(Feeds(step)), reference_logits(source, quant, step)
@@ -85,7 +93,9 @@ def test_a_narrow_cache_costs_its_rounding(exported, tmp_path, step, cache):
     assert 0 < error < {"float16": 5e-3, "bfloat16": 5e-2}[cache]
 
 
-@pytest.mark.parametrize("quant", ["fp32", "fp16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "quant", ["fp32", "fp16", "fp8-weights", "fp8", "fp8-static", "w4a8", "int8", "int4"]
+)
 def test_a_row_is_the_same_whatever_it_is_batched_with(exported, tmp_path, quant):
     engine = engine_of(exported(), tmp_path / "engine", quant=quant)
     rng = np.random.default_rng(5)
