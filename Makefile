@@ -23,7 +23,7 @@ $(shell rm -f $(VENV)/.serve $(VENV)/.dev)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv plugins plugins-cuda test-gpu quickstart test lint types format bench build-engine package serve client clean
+.PHONY: help venv plugins plugins-cuda test-gpu quickstart test lint types format bench peers build-engine package serve client clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,8 +93,11 @@ types: $(VENV)/.dev  ## mypy --strict
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/enginebay
 	@MYPYPATH=build/typing $(BIN)/mypy $(PACKAGES:%=-p enginebay.%)
 
-bench: $(VENV)/.dev plugins  ## the benchmarks of the README; peers beside them where .venv-peers exists
+bench: $(VENV)/.dev plugins  ## the engine of `make quickstart`, measured beside its peers where `make peers` has installed them
 	@$(BIN)/python benchmarks/peers.py
+
+peers:  ## .venv-peers and .venv-peers-vllm, the engines that `make bench` compares with; some 20 minutes, 5 GB
+	@$(PYTHON) benchmarks/peers/prepare.py
 
 clean:  ## remove what was built; keeps .venv
 	@rm -rf build/typing build/quickstart build/objects plugins/lib *.egg-info
