@@ -94,21 +94,29 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
   for (int64_t i = 0; i < int64_t{plan.header->tiles} * chunks; ++i) new (done + i) std::atomic<uint32_t>(0);
   std::atomic<int64_t> next{0};
   const int64_t jobs = int64_t{plan.header->items} * chunks;
+  const int workers = static_cast<int>(std::min<int64_t>(jobs, thread_count(&shared)));
+  const auto job_at = [&](int64_t index) {
+    const PlanItem& item = plan.items[index / chunks];
+    const int first = static_cast<int>(index % chunks) * together;
+    return AttentionJob{&plan.tiles[item.tile], first, std::min(together, desc->num_kv_heads - first),
+                        item.first_split, item.end_split};
+  };
   const auto work_on = [&](size_t worker) {
     auto* scratch = reinterpret_cast<float*>(base + workspace.scratch + worker * workspace.scratch_bytes);
-    for (int64_t job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
-      const PlanItem& item = plan.items[job / chunks];
-      const PlanTile& tile = plan.tiles[item.tile];
-      const int chunk = static_cast<int>(job % chunks), first = chunk * together;
-      const int heads = std::min(together, desc->num_kv_heads - first);
-      kernels.attend(call, tile, first, heads, item.first_split, item.end_split, scratch);
+    for (int64_t index = next.fetch_add(1); index < jobs; index = next.fetch_add(1)) {
+      const AttentionJob job = job_at(index);
+      // Threads that keep step with each other take every workers-th job.
+      const bool more = index + workers < jobs;
+      const AttentionJob following = more ? job_at(index + workers) : job;
+      kernels.attend(call, job, more ? &following : nullptr, scratch);
+      const PlanTile& tile = *job.tile;
       if (tile.part_token < 0) continue;
       const uint32_t parts = static_cast<uint32_t>(tile.end_split - tile.first_split);
-      auto& finished = done[int64_t{item.tile} * chunks + chunk];
+      auto& finished = done[(&tile - plan.tiles) * chunks + index % chunks];
       if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < parts) continue;
-      for (int head = first; head < first + heads; ++head) kernels.merge(call, tile, head, scratch);
+      for (int i = 0; i < job.heads; ++i) kernels.merge(call, tile, job.first_head + i, scratch);
     }
   };
-  parallel_for(&shared, static_cast<size_t>(std::min<int64_t>(jobs, thread_count(&shared))), work_on);
+  parallel_for(&shared, static_cast<size_t>(workers), work_on);
   return EB_OK;
 }

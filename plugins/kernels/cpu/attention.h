@@ -29,6 +29,7 @@ struct AttentionShape {
   int tile_tokens;       // query tokens of a tile
   int value_dim;         // elements of a value
   int rotary_offset;     // of the first element RoPE turns
+  int64_t row_elements;  // elements of a cached key or value of one head
   int64_t token_stride;  // elements between two cache positions of a block
   int64_t value_offset;  // elements from a block's keys to its values; 0: values are the keys' first elements
   int64_t block_stride;  // elements between two blocks
@@ -111,14 +112,20 @@ struct AttentionCall {
   float* parts;
 };
 
+// What a thread does at a time: splits [first_split, end_split) of one tile, for some key heads.
+struct AttentionJob {
+  const PlanTile* tile;
+  int first_head, heads, first_split, end_split;
+};
+
 // One instruction set's code.
 struct AttentionKernels {
   // Norm, RoPE and cache write of tokens [first, last); queries come out scaled, in call.queries.
   void (*prepare)(const AttentionCall& call, int64_t first, int64_t last);
-  // Splits [first_split, end_split) of one tile and some key heads: into its parts, or, where the tile has
-  // none, into the output. `scratch` holds attention_scratch_floats(shape).
-  void (*attend)(const AttentionCall& call, const PlanTile& tile, int first_head, int heads, int first_split,
-                 int end_split, float* scratch);
+  // A job: into its tile's parts, or, where the tile has none, into the output. `following` is what comes
+  // next on this thread, probably; null: nothing. `scratch` holds attention_scratch_floats(shape).
+  void (*attend)(const AttentionCall& call, const AttentionJob& job, const AttentionJob* following,
+                 float* scratch);
   // Merges the parts of a tile and key head into the output.
   void (*merge)(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch);
 };

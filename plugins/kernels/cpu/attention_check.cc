@@ -15,7 +15,8 @@ AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   shape.value_dim = latent ? desc.latent_dim : desc.head_dim;
   shape.rotary_offset = latent ? desc.latent_dim : 0;
   shape.tile_tokens = shape.group >= kTileRows ? 1 : kTileRows / shape.group;
-  shape.token_stride = int64_t{desc.num_kv_heads} * desc.head_dim;
+  shape.row_elements = desc.head_dim;
+  shape.token_stride = desc.num_kv_heads * shape.row_elements;
   shape.value_offset = latent ? 0 : shape.token_stride * desc.block_size;
   shape.block_stride = shape.token_stride * desc.block_size * (latent ? 1 : 2);
   return shape;

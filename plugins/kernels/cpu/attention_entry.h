@@ -24,19 +24,19 @@ struct AttentionEntry {
         return prepare_tokens<V, float>(call, first, last);
     }
   }
-  static void attend(const AttentionCall& call, const PlanTile& tile, int first_head, int heads,
-                     int first_split, int end_split, float* scratch) {
+  static void attend(const AttentionCall& call, const AttentionJob& job, const AttentionJob* following,
+                     float* scratch) {
     switch (call.desc->cache_dtype) {
       case EB_F16:
-        return attend_heads<V, Fp16>(call, tile, first_head, heads, first_split, end_split, scratch);
+        return attend_heads<V, Fp16>(call, job, following, scratch);
       case EB_BF16:
-        return attend_heads<V, Bf16>(call, tile, first_head, heads, first_split, end_split, scratch);
+        return attend_heads<V, Bf16>(call, job, following, scratch);
       case EB_F8E4M3:
-        return attend_heads<V, F8E4M3>(call, tile, first_head, heads, first_split, end_split, scratch);
+        return attend_heads<V, F8E4M3>(call, job, following, scratch);
       case EB_I8:
-        return attend_heads<V, Int8>(call, tile, first_head, heads, first_split, end_split, scratch);
+        return attend_heads<V, Int8>(call, job, following, scratch);
       default:
-        return attend_heads<V, float>(call, tile, first_head, heads, first_split, end_split, scratch);
+        return attend_heads<V, float>(call, job, following, scratch);
     }
   }
   static void merge(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch) {

@@ -4,9 +4,11 @@
 
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "attention_micro.h"
+#include "attention_rows.h"
 #include "simd_common.h"
 
 namespace enginebay {
@@ -65,19 +67,8 @@ class TileAttention {
     part_ = {take(own, sums), take(own, rows_), take(own, rows_)};
     total_ = {take(own, sums), take(own, rows_), take(own, rows_)};
     factor_ = take(own, rows_);
-    const int32_t* query_start = call.args->query_start + tile.sequence;
     kv_len_ = call.args->kv_len[tile.sequence];
-    first_position_ = kv_len_ - query_start[1] + tile.first_token;
-  }
-
-  // Positions of the split that some row sees, the first rounded down to a tile.
-  int64_t split_begin(int split) const {
-    const int64_t start = int64_t{split} * kSplit, first = first_visible_of(0) / kTile * kTile;
-    return start > first ? start : first;
-  }
-  int64_t split_end(int split) const {
-    const int64_t end = (int64_t{split} + 1) * kSplit, last = visible_end(rows_ - 1);
-    return end < last ? end : last;
+    first_position_ = first_position(call, tile);
   }
 
   void begin() {
@@ -107,25 +98,29 @@ class TileAttention {
     finish();
   }
 
-  // Cache positions [start, start + count) of this key head.
-  void attend_tile(int64_t start, int count) {
-    const int first = larger(first_visible_of(0) - start, 0);
-    locate(start, first, count);
+  // Cache positions [start, start + tile.count), of key head `head` of those that tile's rows begin with.
+  void attend_tile(const TileRows<T>& tile, int64_t start, int head, Ahead<T> ahead) {
+    const int count = tile.count;
+    for (int j = 0; j < kTile; ++j) {
+      key_rows_[j] = tile.keys[j] + head * shape_.row_elements;
+      value_rows_[j] = key_rows_[j] + shape_.value_offset;
+    }
     const bool transposed = rows_ >= kRowsToTranspose;
-    if (transposed) transpose_keys(first, count);
+    if (transposed) transpose_keys(tile.first, count);
     const bool converted = transposed && !std::is_same_v<T, float>;
-    if (converted) convert_values(first, count);
+    if (converted) convert_values(tile.first, count);
     for (int row = 0; row < rows_; row += kGroupRows) {
       const int rows = smaller(rows_ - row, kGroupRows);
       const int from = larger(first_visible_of(row) - start, 0);
       const int to = smaller(visible_end(row + rows - 1) - start, count);
       if (from >= to) continue;  // no row of the group sees this tile
-      score(row, rows, from, to, transposed);
+      score(row, rows, from, to, transposed, &ahead);
       for (int r = row; r < row + rows; ++r) {
         weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
       }
       accumulate(row, rows, from, to, converted);
     }
+    ahead.fetch(kTile);
   }
 
  private:
@@ -160,25 +155,6 @@ class TileAttention {
     }
   }
 
-  // Rows of keys and values of the tile; positions outside [first, count) borrow the first's, and are masked.
-  void locate(int64_t start, int first, int count) {
-    const int32_t* table = call_.args->block_table + int64_t{tile_.sequence} * desc_.table_width;
-    const T* cache = static_cast<const T*>(call_.args->cache) + int64_t{kv_head_} * dim_;
-    for (int j = first; j < count;) {
-      const int64_t at = start + j;
-      const int offset = static_cast<int>(at % desc_.block_size);
-      const T* row =
-          cache + table[at / desc_.block_size] * shape_.block_stride + offset * shape_.token_stride;
-      const int run = smaller(count - j, desc_.block_size - offset);
-      for (int i = 0; i < run; ++i, ++j, row += shape_.token_stride) {
-        key_rows_[j] = row;
-        value_rows_[j] = row + shape_.value_offset;
-      }
-    }
-    for (int j = 0; j < first; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
-    for (int j = count; j < kTile; ++j) key_rows_[j] = key_rows_[first], value_rows_[j] = value_rows_[first];
-  }
-
   // keys_[d][j], zeros from dim_ to padded_.
   void transpose_keys(int first, int count) {
     constexpr int W = V::kWidth;
@@ -205,20 +181,22 @@ class TileAttention {
   }
 
   // weights_[row][j] = q . k of the vectors of positions that overlap [from, to).
-  void score(int row, int rows, int from, int to, bool transposed) {
+  void score(int row, int rows, int from, int to, bool transposed, Ahead<T>* ahead) {
     constexpr int W = V::kWidth;
     const float* queries[kGroupRows];
     for (int r = 0; r < kGroupRows; ++r) queries[r] = query(row + smaller(r, rows - 1));
     for (int j = from / W * W; j < to; j += W) {
       float* weights = weights_ + int64_t{row} * kTile + j;
+      ahead->fetch(W);
+      Quad<V> scores;
       if (transposed) {
-        const Quad<V> scores = score_transposed<V>(queries, keys_ + j, padded_);
-        for (int r = 0; r < rows; ++r) V::store(weights + int64_t{r} * kTile, scores.row[r]);
+        scores = score_transposed<V>(queries, keys_ + j, padded_);
+      } else if (dim_ % W == 0) {
+        score_straight<V, T, false>(queries, rows, key_rows_ + j, dim_, scores.row);
       } else {
-        for (int r = 0; r < rows; ++r) {
-          V::store(weights + int64_t{r} * kTile, score_straight<V>(queries[r], key_rows_ + j, dim_));
-        }
+        score_straight<V, T, true>(queries, rows, key_rows_ + j, dim_, scores.row);
       }
+      for (int r = 0; r < rows; ++r) V::store(weights + int64_t{r} * kTile, scores.row[r]);
     }
   }
 
@@ -312,31 +290,59 @@ class TileAttention {
   const float* float_rows_[kTile];  // rows of values_
 };
 
-// Some key heads of one tile. Few rows are bound by memory: their heads, neighbours in the cache, take turns
-// at every tile of positions. Many rows are bound by arithmetic: one head after the other, keys transposed.
+// Locates the tile of positions from `start` on of a job that ends before `end`.
+template <class T>
+void locate(const AttentionCall& call, const AttentionJob& job, int64_t start, int64_t end,
+            TileRows<T>* rows) {
+  const PlanTile& tile = *job.tile;
+  const int64_t first = first_visible(*call.desc, first_position(call, tile)) - start;
+  rows->locate(call, tile.sequence, job.first_head, start, larger(first, 0), smaller(end - start, kTile));
+}
+
+// A job. Few rows are bound by memory: their heads, neighbours in the cache, take turns at every tile of
+// positions, and the next tile is asked for meanwhile. Many rows are bound by arithmetic: one head after the
+// other, keys transposed.
 template <class V, class T>
-void attend_heads(const AttentionCall& call, const PlanTile& tile, int first_head, int heads, int first_split,
-                  int end_split, float* scratch) {
+void attend_heads(const AttentionCall& call, const AttentionJob& job, const AttentionJob* following,
+                  float* scratch) {
   using Head = TileAttention<V, T>;
-  const int rows = tile.tokens * call.shape.group;
+  const int rows = job.tile->tokens * call.shape.group;
   const int together = rows < kRowsToTranspose ? kHeadsTogether : 1;
   float* const own = scratch + attention_shared_floats(call.shape);
-  for (int head = first_head; head < first_head + heads; head += together) {
-    const int count = smaller(first_head + heads - head, together);
+  TileRows<T> tiles[2];
+  for (int done = 0; done < job.heads; done += together) {
+    const AttentionJob turn{job.tile, job.first_head + done, smaller(job.heads - done, together),
+                            job.first_split, job.end_split};
     std::optional<Head> group[kHeadsTogether];
-    for (int i = 0; i < count; ++i) {
-      group[i].emplace(call, tile, head + i, scratch, own + i * attention_own_floats(call.shape, rows));
+    for (int i = 0; i < turn.heads; ++i) {
+      float* const mine = own + i * attention_own_floats(call.shape, rows);
+      group[i].emplace(call, *turn.tile, turn.first_head + i, scratch, mine);
       group[i]->begin();
     }
-    for (int split = first_split; split < end_split; ++split) {
-      for (int i = 0; i < count; ++i) group[i]->begin_split();
-      const int64_t end = group[0]->split_end(split);
-      for (int64_t start = group[0]->split_begin(split); start < end; start += kTile) {
-        for (int i = 0; i < count; ++i) group[i]->attend_tile(start, smaller(end - start, kTile));
+    const Span all = span(call, turn);
+    TileRows<T>*now = &tiles[0], *next = &tiles[1];
+    locate(call, turn, all.begin, all.end, now);
+    for (int split = turn.first_split; split < turn.end_split; ++split) {
+      for (int i = 0; i < turn.heads; ++i) group[i]->begin_split();
+      const int64_t end = smaller64((int64_t{split} + 1) * kSplit, all.end);
+      for (int64_t start = larger64(int64_t{split} * kSplit, all.begin); start < end; start += kTile) {
+        int heads_ahead = 0;
+        if (start + kTile < all.end) {
+          locate(call, turn, start + kTile, all.end, next);
+          heads_ahead = together > 1 ? turn.heads : 0;
+        } else if (following != nullptr && together > 1) {
+          const Span then = span(call, *following);
+          locate(call, *following, then.begin, then.end, next);
+          heads_ahead = following->heads;
+        }
+        for (int i = 0; i < turn.heads; ++i) {
+          group[i]->attend_tile(*now, start, i, {i < heads_ahead ? next : nullptr, call.shape, i});
+        }
+        std::swap(now, next);
       }
-      for (int i = 0; i < count; ++i) group[i]->end_split(split);
+      for (int i = 0; i < turn.heads; ++i) group[i]->end_split(split);
     }
-    for (int i = 0; i < count; ++i) group[i]->end();
+    for (int i = 0; i < turn.heads; ++i) group[i]->end();
   }
 }
 

@@ -13,29 +13,66 @@ namespace {
 
 constexpr int kGroupRows = 4;  // rows that share a load of keys or values
 
-inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
-inline int larger(int64_t a, int64_t b) { return static_cast<int>(a > b ? a : b); }
+inline int64_t smaller64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger64(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int smaller(int64_t a, int64_t b) { return static_cast<int>(smaller64(a, b)); }
+inline int larger(int64_t a, int64_t b) { return static_cast<int>(larger64(a, b)); }
 
-// One query against kWidth rows of keys. kPartial: dim is no multiple of the width.
-template <class V, class T, bool kPartial>
-inline typename V::F score_straight(const float* query, const T* const* key_rows, int dim) {
-  constexpr int W = V::kWidth;
-  typename V::F sums[W];
-  for (int i = 0; i < W; ++i) sums[i] = V::zero();
-  for (int d = 0; d < dim; d += W) {
-    const auto x = V::load(query + d);
-    for (int i = 0; i < W; ++i) {
-      const auto k = kPartial ? load_first<V>(key_rows[i] + d, dim - d) : V::load(key_rows[i] + d);
-      sums[i] = V::fma(x, k, sums[i]);
-    }
-  }
-  return V::sum_each(sums);
+// Elements d.. of a row; kPartial: the row ends within the vector.
+template <class V, bool kPartial, class T>
+inline typename V::F load_row(const T* row, int d, int dim) {
+  if constexpr (kPartial) return load_first<V>(row + d, dim - d);
+  return V::load(row + d);
 }
 
-template <class V, class T>
-inline typename V::F score_straight(const float* query, const T* const* key_rows, int dim) {
-  return dim % V::kWidth == 0 ? score_straight<V, T, false>(query, key_rows, dim)
-                              : score_straight<V, T, true>(query, key_rows, dim);
+// Keys whose sums with kRows queries fit in registers.
+template <class V, int kRows>
+constexpr int keys_together() {
+  int keys = V::kWidth;
+  while (keys > 1 && keys * kRows > V::kSums) keys /= 2;
+  return keys;
+}
+
+// scores[r]: query r against kWidth rows of keys, each converted once for all queries.
+template <class V, class T, int kRows, bool kPartial>
+inline void score_straight(const float* const* queries, const T* const* key_rows, int dim,
+                           typename V::F* scores) {
+  constexpr int W = V::kWidth, kKeys = keys_together<V, kRows>();
+  typename V::F all[kRows][W];
+  for (int first = 0; first < W; first += kKeys) {
+    typename V::F sums[kRows][kKeys];
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kKeys; ++i) sums[r][i] = V::zero();
+    }
+    for (int d = 0; d < dim; d += W) {
+      typename V::F query[kRows];
+      for (int r = 0; r < kRows; ++r) query[r] = V::load(queries[r] + d);
+      for (int i = 0; i < kKeys; ++i) {
+        const auto key = load_row<V, kPartial>(key_rows[first + i], d, dim);
+        for (int r = 0; r < kRows; ++r) sums[r][i] = V::fma(query[r], key, sums[r][i]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kKeys; ++i) all[r][first + i] = sums[r][i];
+    }
+  }
+  for (int r = 0; r < kRows; ++r) scores[r] = V::sum_each(all[r]);
+}
+
+template <class V, class T, bool kPartial>
+inline void score_straight(const float* const* queries, int rows, const T* const* key_rows, int dim,
+                           typename V::F* scores) {
+  static_assert(kGroupRows == 4);
+  switch (rows) {
+    case 1:
+      return score_straight<V, T, 1, kPartial>(queries, key_rows, dim, scores);
+    case 2:
+      return score_straight<V, T, 2, kPartial>(queries, key_rows, dim, scores);
+    case 3:
+      return score_straight<V, T, 3, kPartial>(queries, key_rows, dim, scores);
+    default:
+      return score_straight<V, T, 4, kPartial>(queries, key_rows, dim, scores);
+  }
 }
 
 template <class V>
@@ -93,10 +130,7 @@ inline void accumulate_columns(const Accumulation& work, const T* const* value_r
   }
   for (int j = work.from; j < to; ++j) {
     typename V::F value[kCols];
-    const T* values = value_rows[j] + d;
-    for (int c = 0; c < kCols; ++c) {
-      value[c] = kPartial ? load_first<V>(values, dim - d) : V::load(values + c * W);
-    }
+    for (int c = 0; c < kCols; ++c) value[c] = load_row<V, kPartial>(value_rows[j], d + c * W, dim);
     for (int r = 0; r < kRows; ++r) {
       const auto weight = V::set1(weights[r * kTile + j]);
       for (int c = 0; c < kCols; ++c) sums[r][c] = V::fma(weight, value[c], sums[r][c]);

@@ -78,11 +78,12 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
       std::memcpy(key, row, dim * sizeof(float));
       if (args.k_norm != nullptr) normalise_head<V>(key, args.k_norm, dim, desc.norm_epsilon);
       if (half > 0) rotate_head(key + shape.rotary_offset, cosines, sines, half, interleaved);
-      write_head(key, cached + int64_t{head} * dim, dim, scales_of(scales.keys, scales, head), scales.step);
+      write_head(key, cached + head * shape.row_elements, dim, scales_of(scales.keys, scales, head),
+                 scales.step);
     }
     if (shape.value_offset == 0) continue;
     for (int head = 0; head < desc.num_kv_heads; ++head, row += dim) {
-      write_head(row, cached + shape.value_offset + int64_t{head} * dim, dim,
+      write_head(row, cached + shape.value_offset + head * shape.row_elements, dim,
                  scales_of(scales.values, scales, head), scales.step);
     }
   }

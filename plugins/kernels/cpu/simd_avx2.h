@@ -13,6 +13,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kWidth = 8;
   static constexpr int kColumns = 2;
+  static constexpr int kSums = 12;
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float value) { return _mm256_set1_ps(value); }

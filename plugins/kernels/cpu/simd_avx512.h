@@ -13,6 +13,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kWidth = 16;
   static constexpr int kColumns = 4;
+  static constexpr int kSums = 24;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float value) { return _mm512_set1_ps(value); }

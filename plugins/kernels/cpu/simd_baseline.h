@@ -12,8 +12,8 @@ namespace {
 struct Baseline {
   using F = __m128;
   static constexpr int kWidth = 4;
-  static constexpr int kColumns =
-      2;  // vectors of a row of outputs that fit in registers beside three other rows
+  static constexpr int kColumns = 2;  // vectors of a row of outputs that fit in registers beside three others
+  static constexpr int kSums = 12;    // sums that fit in registers beside what they add
 
   static F zero() { return _mm_setzero_ps(); }
   static F set1(float value) { return _mm_set1_ps(value); }
