@@ -24,6 +24,7 @@ from enginebay.builder.manifest import (
     enginebay_version,
 )
 from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.cache import CacheFormat, find_cache
 from enginebay.builder.quant.plan import StageProgress
 from enginebay.builder.quant.recipes import Recipe, recipe
 from enginebay.builder.quantise import quantise
@@ -54,14 +55,15 @@ def build_engine(
     """
     started = time.monotonic()
     config = config or BuildConfig()
-    chosen, where = choose(config)
+    chosen, where, cache_format = choose(config)
     source = read_exported(exported)
     limits = _limits(source, config)
-    cache = CacheLayout(config.cache_dtype or chosen.cache, config.block_size)
+    cache_groups = _cache_groups(source, cache_format, config.block_size)
     _check_output(out, exported)
     _check_vectors(source.model.graph)
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
-        quantised = quantise(source, chosen, config, scratch, progress)
+        quantised = quantise(source, chosen, config, scratch, progress, cache=cache_format)
+        cache = CacheLayout(cache_format, config.block_size, quantised.cache_scales)
         packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer, quantised.input_scales)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
@@ -83,7 +85,7 @@ def build_engine(
             plugins=PluginRecord(_ops(source.model.graph), packer.layouts, where.plugins.sha256),
             opset=source.model.graph.opset_imports[""],
             quantization=QuantizationRecord(chosen.name, layers),
-            cache_groups=_cache_groups(source, cache),
+            cache_groups=cache_groups,
             limits=limits,
             files=(
                 FileRecord.of(folder / ENGINE, sampled=False),
@@ -103,16 +105,19 @@ def build_engine(
             seconds=time.monotonic() - started,
             error=quantised.error,
             mix=quantised.mix,
+            cache_scales=cache.scales,
         )
         report.save(folder)
         manifest.save(folder)
     return report
 
 
-def choose(config: BuildConfig) -> tuple[Recipe, Target]:
-    """The recipe and the target that `config` names. QuantizationError or TargetError for unknown ones."""
+def choose(config: BuildConfig) -> tuple[Recipe, Target, CacheFormat]:
+    """The recipe, the target and the cache's format that `config` names. QuantizationError or TargetError for
+    unknown ones."""
     chosen = recipe(config.quant).with_blocks(config.weight_block, config.weight_symmetric)
-    return chosen.with_overrides(config.overrides), target(config.target)
+    cache = find_cache(config.kv_cache, chosen.cache)
+    return chosen.with_overrides(config.overrides), target(config.target), cache
 
 
 def _check_vectors(graph: ir.Graph) -> None:
@@ -135,17 +140,14 @@ def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:
     return LimitsRecord(config.max_batch, config.max_step_tokens, sequence, source.spec.vocab_size)
 
 
-def _cache_groups(source: ExportedModel, cache: CacheLayout) -> tuple[CacheGroupRecord, ...]:
-    return tuple(
-        CacheGroupRecord(
-            group.kind,
-            group.layers,
-            cache.dtype,
-            cache.block_size,
-            tuple(group.block_shape(cache.block_size)),
-        )
-        for group in source.spec.cache_groups
-    )
+def _cache_groups(source: ExportedModel, cache: CacheFormat, block_size: int) -> tuple[CacheGroupRecord, ...]:
+    """QuantizationError where the format cannot hold the model's keys and values."""
+    groups = []
+    for group in source.spec.cache_groups:
+        values = group.block_shape(block_size)
+        shape, scales = cache.block_shape(values), cache.scale_shape(values)
+        groups.append(CacheGroupRecord(group.kind, group.layers, cache.dtype, block_size, shape, scales))
+    return tuple(groups)
 
 
 def _write_weights(graph: ir.Graph, path: Path, packer: WeightPacker, progress: StageProgress | None) -> int:

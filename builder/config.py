@@ -33,7 +33,7 @@ class BuildConfig:
     max_step_tokens  tokens of a step, all sequences together
     max_sequence     tokens of prompt and output; None: the model's, at most 8192
     block_size       tokens of a cache block
-    cache_dtype      float32, float16 or bfloat16; None: the recipe's
+    kv_cache         format of the key/value cache, see builder/quant/cache.py; auto: the recipe's
     """
 
     target: str = "ort-cpu"
@@ -48,7 +48,7 @@ class BuildConfig:
     max_step_tokens: int = 2048
     max_sequence: int | None = None
     block_size: int = 16
-    cache_dtype: str | None = None
+    kv_cache: str = "auto"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as the manifest records it."""
@@ -67,8 +67,4 @@ class BuildConfig:
             raise BuildError(
                 f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}: "
                 "a step gives every running sequence a token"
-            )
-        if self.cache_dtype not in (None, "float32", "float16", "bfloat16"):
-            raise BuildError(
-                f"cache_dtype '{self.cache_dtype}' is unknown; there are float32, float16, bfloat16"
             )

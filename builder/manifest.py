@@ -28,9 +28,10 @@ from typing import Any
 from enginebay.builder.document import DocumentError, from_json
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_BYTES_MAX = 64 << 20
-CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of an element of a cache pool. int4: a block's rows are bytes, two codes each, then scales and minimums.
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8e4m3fn": 1, "int4": 1}
 BLOCK_AXES = {"paged": (4, 1), "latent": (2, 0)}  # dimensions of a block's shape, and the one of its tokens
 COUNT_MAX = 2**31 - 1  # kernels count in int32
 
@@ -94,13 +95,17 @@ class QuantizationRecord:
 
 @dataclass(frozen=True)
 class CacheGroupRecord:
-    """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`."""
+    """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`.
+
+    `scale_shape`: of each layer's scales, which the graph holds; [] where there are none.
+    """
 
     kind: str
     layers: tuple[int, ...]
     dtype: str
     block_size: int
     block_shape: tuple[int, ...]
+    scale_shape: tuple[int, ...]
 
     @property
     def block_bytes(self) -> int:

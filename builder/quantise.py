@@ -11,6 +11,8 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from enginebay.builder.config import BuildConfig
 from enginebay.builder.exported import ExportedModel, read_exported
+from enginebay.builder.quant.cache import CacheFormat
+from enginebay.builder.quant.cache_scales import Scales, StoredCaches, find_scales
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
 from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
@@ -20,16 +22,18 @@ from enginebay.builder.quant.text import CalibrationConfig, calibration_batch, d
 
 SEARCH_SEQUENCES, SEARCH_LENGTH = 4, 128  # a search runs the model once for every other layer
 EVALUATION_LENGTH = 256
+CACHE_SEQUENCES = 8  # largest values settle sooner than what weights are calibrated on
 
 
 @dataclass(frozen=True)
 class Quantised:
     """`recipe` as a search left it; `quantizer` gives the weights; `input_scales` by layer where they are
-    static; `mix` and `error` where they were asked for."""
+    static; `cache_scales` where the cache has any; `mix` and `error` where they were asked for."""
 
     recipe: Recipe
     quantizer: Quantizer
     input_scales: Mapping[str, float] = field(default_factory=dict)
+    cache_scales: Scales = field(default_factory=dict)
     mix: Mix | None = None
     error: ModelError | None = None
 
@@ -40,10 +44,12 @@ def quantise(
     config: BuildConfig,
     scratch: Path,
     progress: StageProgress | None = None,
+    *,
+    cache: CacheFormat,
 ) -> Quantised:
     """Quantises the weights of `source` by `recipe`: edits its graph where channel scales fold, leaves
-    results in `scratch`. QuantizationError for a budget that cannot be met and for what calibration
-    refuses."""
+    results in `scratch`; finds the scales of `cache` as the quantised weights fill it. QuantizationError
+    for a budget that cannot be met and for what calibration refuses."""
     vocab = source.spec.vocab_size
     ShapeInferencePass()(source.model)
     result = Quantised(recipe, RoundToNearest())
@@ -59,12 +65,19 @@ def quantise(
         batch = calibration_batch(source.folder, vocab, config.calibration)
         calibrated = calibrate(source.model, recipe, batch, scratch, progress)
         result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
+    if cache.scaled:
+        few = replace(config.calibration, sequences=min(CACHE_SEQUENCES, config.calibration.sequences))
+        batch = calibration_batch(source.folder, vocab, few)
+        weights = quantised_weights(result.quantizer, result.recipe)
+        result = replace(result, cache_scales=find_scales(source.model.graph, batch, weights, cache))
     if config.evaluate:
-        result = replace(result, error=_evaluate(source, result, config))
+        result = replace(result, error=_evaluate(source, result, cache, config))
     return result
 
 
-def _evaluate(source: ExportedModel, quantised: Quantised, config: BuildConfig) -> ModelError:
+def _evaluate(
+    source: ExportedModel, quantised: Quantised, cache: CacheFormat, config: BuildConfig
+) -> ModelError:
     """On the text that calibration does not see by default. A second reading gives the model before scales
     folded."""
     length = min(EVALUATION_LENGTH, source.spec.max_positions)
@@ -74,6 +87,9 @@ def _evaluate(source: ExportedModel, quantised: Quantised, config: BuildConfig) 
     original = read_exported(source.folder).model
     ShapeInferencePass()(original)
     weights = quantised_weights(quantised.quantizer, quantised.recipe)
+    stored = StoredCaches(cache, quantised.cache_scales)
     return compare(
-        Logits(original.graph, batch, exact_weights), Logits(source.model.graph, batch, weights), batch
+        Logits(original.graph, batch, exact_weights),
+        Logits(source.model.graph, batch, weights, stored),
+        batch,
     )

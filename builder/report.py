@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import RewriteReport
 from enginebay.builder.manifest import EngineManifest
@@ -22,7 +26,8 @@ REPORT, PAGE = "report.json", "report.html"
 @dataclass(frozen=True)
 class BuildReport:
     """`engine`: the folder. `nodes`: of the engine's graph. `seconds`: the whole build. `error`: of the
-    weights, where the build was asked to measure it; `mix`: how a search chose formats."""
+    weights and the cache, where the build was asked to measure it; `mix`: how a search chose formats;
+    `cache_scales`: of a cache that has any, by its name."""
 
     engine: Path
     manifest: EngineManifest
@@ -32,6 +37,7 @@ class BuildReport:
     seconds: float
     error: ModelError | None = None
     mix: Mix | None = None
+    cache_scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:
@@ -52,6 +58,7 @@ class BuildReport:
             "source_bytes": sum(layer.source_bytes for layer in self.layers),
             "bits_per_weight": round(self.bits_per_weight, 4),
             "error": None if self.error is None else dataclasses.asdict(self.error),
+            "cache": self._cache(),
             "search": None if self.mix is None else _search(self.mix),
             "dominant": _dominant(self.layers),
             "layers": [
@@ -76,6 +83,23 @@ class BuildReport:
                 }
                 for report in self.rewrites
             ],
+        }
+
+    def _cache(self) -> dict[str, Any]:
+        """The cache's groups, and the largest scale of each head: keys, then values."""
+        return {
+            "groups": [
+                {
+                    "dtype": group.dtype,
+                    "bytes_per_token": group.block_bytes / group.block_size,
+                    "scale_shape": list(group.scale_shape),
+                }
+                for group in self.manifest.cache_groups
+            ],
+            "scales": {
+                name: scales.reshape(*scales.shape[:2], -1).max(axis=-1).tolist()
+                for name, scales in self.cache_scales.items()
+            },
         }
 
     def save(self, folder: Path) -> None:

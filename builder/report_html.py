@@ -54,6 +54,10 @@ def _facts(report: Mapping[str, Any]) -> str:
         ("weights", f"{report['weight_bytes'] / 1e6:.1f} MB, from {report['source_bytes'] / 1e6:.1f} MB"),
         ("bits a weight", f"{report['bits_per_weight']:.3f}"),
         ("nodes", str(report["nodes"])),
+        *(
+            ("cache", f"{group['dtype']}, {group['bytes_per_token']:,.0f} bytes a token")
+            for group in report["cache"]["groups"]
+        ),
         ("build", f"{report['seconds']:.1f} s"),
     ]
     if error := report["error"]:

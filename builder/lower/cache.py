@@ -1,34 +1,62 @@
-"""The cache pools take the dtype and the block size that the engine is built for."""
+"""The cache pools take the format and the block size that the engine is built for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import RewriteReport, int_attribute
+from enginebay.builder.quant.cache import CacheFormat
 from enginebay.plugins import ops
 
-DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+CACHE, SCALES = (ops.PAGED_ATTENTION.input_index(name) for name in ("cache", "cache_scales"))
 
 
-def set_cache_layout(graph: ir.Graph, dtype: str, block_size: int) -> RewriteReport:
-    """Sets type and block size of `cache` and `cache_out` of every PagedAttention.
+def set_cache_layout(
+    graph: ir.Graph, cache: CacheFormat, block_size: int, scales: Mapping[str, NDArray[np.float32]]
+) -> RewriteReport:
+    """Sets type and shape of `cache` and `cache_out` of every PagedAttention, and gives it its cache_scales.
 
-    dtype: float32, float16 or bfloat16. The pool's shape is [blocks, 2, block_size, kv_heads, head_dim], or
-    [blocks, block_size, width] of latents.
+    The pool's shape is [blocks, 2, block_size, kv_heads, row], or [blocks, block_size, width] of latents.
+    `scales`: by the cache's name, float32 as CacheFormat.scale_shape says; none for a format without.
     """
     report = RewriteReport("cache")
-    kind = ir.TensorType(DTYPES[dtype])
+    kind = ir.TensorType(cache.element)
     for node in graph:
         if node.domain != ops.DOMAIN or node.op_type != ops.PAGED_ATTENTION.name:
             continue
-        cache, out = node.inputs[ops.PAGED_ATTENTION.input_index("cache")], node.outputs[1]
+        pool, out = node.inputs[CACHE], node.outputs[1]
         axis = 1 if int_attribute(node, "latent_dim", 0) else 2
-        if cache is None or cache.shape is None or len(cache.shape) != 2 * axis + 1:
+        if pool is None or pool.shape is None or len(pool.shape) != 2 * axis + 1:
             report.miss(node, f"has no cache of {2 * axis + 1} dimensions with the block size at {axis}")
             continue
-        dims = list(cache.shape)
-        dims[axis] = block_size
-        for value in (cache, out):
-            value.type, value.shape = kind, ir.Shape(dims)
+        sizes = list(pool.shape)
+        sizes[axis] = block_size
+        block = tuple(size for size in sizes[1:] if isinstance(size, int))
+        if len(block) < 2 * axis:
+            report.miss(node, f"has a cache of {pool.shape}, whose heads and sizes are not all known")
+            continue
+        shape = ir.Shape([sizes[0], *cache.block_shape(block)])
+        for value in (pool, out):
+            value.type, value.shape = kind, shape
+        if cache.scaled:
+            assert pool.name is not None
+            _add_scales(graph, node, scales[pool.name])
         report.matched += 1
     return report
+
+
+def _add_scales(graph: ir.Graph, node: ir.Node, scales: NDArray[np.float32]) -> None:
+    name = f"{node.name}.cache_scales"
+    value = ir.Value(
+        name=name,
+        type=ir.TensorType(ir.DataType.FLOAT),
+        shape=ir.Shape(scales.shape),
+        const_value=ir.tensor(scales, name=name),
+    )
+    graph.register_initializer(value)
+    node.resize_inputs(max(len(node.inputs), SCALES + 1))
+    node.replace_input_with(SCALES, value)

@@ -6,6 +6,7 @@ Weights alone are quantised here: what a target does to activations is `engineba
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import (
     ROWS,
     Batch,
+    Caches,
     Interpreter,
     Values,
     linear_weight,
@@ -80,16 +82,21 @@ def _matrix(node: ir.Node, part: str, expert: int) -> WeightMatrix:
 class Logits:
     """A model run up to its last rows; logits are made ROWS rows at a time, as they are wide."""
 
-    def __init__(self, graph: ir.Graph, batch: Batch, weights: WeightsOf) -> None:
+    def __init__(
+        self, graph: ir.Graph, batch: Batch, weights: WeightsOf, caches: Caches | None = None
+    ) -> None:
         self._graph = graph
-        self._run = Interpreter(graph, batch)
+        self._run = Interpreter(graph, batch, caches=caches)
         self._weights = weights
         self._values = self._run.start()
         read: dict[ir.Value, int] = {}
         for node in self._run.body:
             self._node(node, self._values, weights(node) if linear_weight(node) is not None else None)
             self._run.release(node, self._values, read)
-        self._heads = {node: weights(node) for node in self._run.tail if linear_weight(node) is not None}
+
+    @cached_property
+    def _heads(self) -> dict[ir.Node, Float32]:
+        return {node: self._weights(node) for node in self._run.tail if linear_weight(node) is not None}
 
     def rows(self, start: int, stop: int) -> Float64:
         """float64 [stop - start, vocab]."""

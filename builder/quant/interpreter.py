@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -82,12 +82,35 @@ class Batch:
         return sum(-(-len(sequence) // BLOCK_SIZE) for sequence in self.sequences)
 
 
+class Caches(Protocol):
+    """Gives attention the pool that it writes and reads within the step, and sees it afterwards."""
+
+    def pool(self, name: str, shape: tuple[int, ...]) -> tuple[Array, Float32 | None]:
+        """An empty pool for `shape` [blocks, 2, block_size, Hkv, D] of values, and its cache_scales."""
+        ...
+
+    def written(self, name: str, pool: Array) -> None:
+        """`name` (cache.L) holds the step's keys and values, norms and RoPE applied."""
+        ...
+
+
+class FloatCaches:
+    """What the canonical graph says: float32."""
+
+    def pool(self, _name: str, shape: tuple[int, ...]) -> tuple[Array, Float32 | None]:
+        return np.zeros(shape, np.float32), None
+
+    def written(self, name: str, pool: Array) -> None:
+        pass
+
+
 class Interpreter:
     """Evaluates nodes of a canonical graph over one Batch."""
 
-    def __init__(self, graph: ir.Graph, batch: Batch, threads: int = 1) -> None:
+    def __init__(self, graph: ir.Graph, batch: Batch, threads: int = 1, caches: Caches | None = None) -> None:
         self._graph = graph
         self._batch = batch
+        self._caches = caches or FloatCaches()
         self._kernels = KernelLibrary(threads=threads)
         self._readers = {
             value: len(value.uses())
@@ -122,7 +145,7 @@ class Interpreter:
         if compute is None:
             raise QuantizationError(
                 f"calibration cannot run {node.name} ({node.domain or 'onnx'}::{node.op_type}); "
-                "choose a recipe that needs none, such as int4-rtn"
+                "choose a recipe and a cache that need none, such as int4-rtn and fp16"
             )
         results = compute(node, [self.read(value, values) for value in node.inputs])
         values.update(zip(node.outputs, results, strict=True))
@@ -168,14 +191,18 @@ class Interpreter:
         names = [param.name for param in ops.PAGED_ATTENTION.inputs]
         cache = node.inputs[ops.PAGED_ATTENTION.input_index("cache")]
         attributes: dict[str, Any] = {key: attribute.value for key, attribute in node.attributes.items()}
+        assert cache is not None
+        assert cache.name is not None
         width = (attributes["num_kv_heads"], attributes["head_dim"])
-        pool = np.zeros((self._batch.blocks, 2, BLOCK_SIZE, *width), np.float32)
+        pool, scales = self._caches.pool(cache.name, (self._batch.blocks, 2, BLOCK_SIZE, *width))
         inputs: dict[str, Any] = {
             name: self.read(value, values)
             for name, value in zip(names, node.inputs, strict=False)
             if value is not None and value is not cache
         }
-        return self._kernels.run_attention(cache=pool, **inputs, **attributes)
+        attended = self._kernels.run_attention(cache=pool, cache_scales=scales, **inputs, **attributes)
+        self._caches.written(cache.name, pool)
+        return attended
 
 
 def _selects_rows(node: ir.Node) -> bool:

@@ -72,7 +72,7 @@ class Recipe:
     linear     format of every linear layer
     head       format of lm_head, and so of the embedding tied to it
     embedding  format of an embedding with weights of its own; rows are looked up, not multiplied
-    cache      dtype of the key/value cache: float32, float16 or bfloat16
+    cache      format of the key/value cache where --kv-cache is auto, see builder/quant/cache.py
     method     how the weights reach an integer format, as the manifest says it
     scaling    of input channels, folded into what produces them; None: none
     rounding   to the nearest grid point, or GPTQ
@@ -156,22 +156,22 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
 
 def _fp8(name: str, summary: str, inputs: Float8Inputs | None) -> Recipe:
-    return Recipe(name, summary, F8, HEAD_I8, HEAD_I8, "float16", inputs=inputs)
+    return Recipe(name, summary, F8, HEAD_I8, HEAD_I8, "fp16", inputs=inputs)
 
 
 def _int4(name: str, summary: str, **options: Any) -> Recipe:
     """The head decides between near-equal logits: in int4 it costs SmolLM2 5 % of perplexity, in int8 0.05
     %. Its inputs are rounded in the weights' blocks, so small ones halve the divergence of the whole."""
-    return Recipe(name, summary, I4, HEAD_I8, HEAD_I8, "float16", **options)
+    return Recipe(name, summary, I4, HEAD_I8, HEAD_I8, "fp16", **options)
 
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("fp32", "float32 weights and cache", F32, F32, F32, "float32"),
-        Recipe("fp16", "float16 weights and cache", F16, F16, F16, "float16"),
-        Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bfloat16"),
-        Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "float16"),
+        Recipe("fp32", "float32 weights and cache", F32, F32, F32, "fp32"),
+        Recipe("fp16", "float16 weights and cache", F16, F16, F16, "fp16"),
+        Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bf16"),
+        Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "fp16"),
         _fp8(
             "fp8", "E4M3 weights, blocks of 32, and E4M3 inputs, a scale a token; int8 head", Float8Inputs()
         ),
@@ -182,7 +182,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",
-            *(I8, I8, I8, "float16"),
+            *(I8, I8, I8, "fp16"),
             method="smoothquant",
             scaling=SmoothScaling(),
         ),

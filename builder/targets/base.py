@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import RewriteReport
 from enginebay.builder.manifest import TargetRecord
 from enginebay.builder.packing import PackingLibrary, WeightPacker
+from enginebay.builder.quant.cache import CacheFormat
 
 
 class TargetError(ValueError):
@@ -18,10 +22,11 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """dtype: float32, float16 or bfloat16; block_size: tokens of a block."""
+    """block_size: tokens of a block; scales: by the cache's name (cache.L), where the format has any."""
 
-    dtype: str
+    format: CacheFormat
     block_size: int
+    scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class PluginLibrary(PackingLibrary, Protocol):

@@ -14,6 +14,7 @@ from pathlib import Path
 from enginebay.builder.build import BuildConfig, build_engine, choose
 from enginebay.builder.exported import read_exported
 from enginebay.builder.manifest import EngineManifest, ManifestError
+from enginebay.builder.quant.cache import CACHES
 from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.recipes import RECIPES, Override
 from enginebay.builder.quant.text import CalibrationConfig
@@ -44,9 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="tokens of a step, all sequences together",
     )  # fmt: skip
     parser.add_argument("--max-sequence", type=int, metavar="N", help="tokens of prompt and answer together")
+    caches = "; ".join(f"{name}: {cache.summary}" for name, cache in CACHES.items())
     parser.add_argument(
-        "--cache-dtype", metavar="DTYPE", help="float32, float16, bfloat16; default: the recipe's"
-    )
+        "--kv-cache", default=default.kv_cache, metavar="FORMAT",
+        help=f"of the key/value cache: {caches}; auto: the recipe's (default {default.kv_cache})",
+    )  # fmt: skip
     parser.add_argument(
         "--check-only", action="store_true", help="check the options alone: read and write nothing"
     )
@@ -101,7 +104,7 @@ def _configure_weights(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--evaluate", type=int, default=0, metavar="TOKENS",
-        help="measure perplexity and KL of the weights on so many tokens not calibrated on",
+        help="measure perplexity and KL of weights and cache on so many tokens not calibrated on",
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         max_batch=args.max_batch,
         max_step_tokens=args.max_step_tokens,
         max_sequence=args.max_sequence,
-        cache_dtype=args.cache_dtype,
+        kv_cache=args.kv_cache,
     )
     if args.check_only:
         choose(config)

@@ -74,7 +74,10 @@ def engine_lines(manifest: EngineManifest) -> dict[str, str]:
         "recipe": manifest.quantization.recipe,
         "layers": ", ".join(f"{count} x {name}" for name, count in formats.most_common()),
         "weights": f"{manifest.weight_bytes / 1e6:.1f} MB",
-        "cache": ", ".join(f"{group.kind} {group.dtype}" for group in manifest.cache_groups),
+        "cache": ", ".join(
+            f"{group.kind} {group.dtype}, {group.block_bytes // group.block_size:,} bytes a token"
+            for group in manifest.cache_groups
+        ),
         "limits": f"{limits.max_batch} sequences, {limits.max_step_tokens} tokens a step, "
         f"{limits.max_sequence} tokens a sequence",
         "built": f"{manifest.built_at} by EngineBay {manifest.enginebay_version}",

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.exported import read_exported
 from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.cache import CACHES
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.fold import find_fold
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
@@ -70,7 +71,7 @@ def quantised_logits(folder, chosen, tokens, scratch, calibration=None):
     if chosen.calibrated:
         quantizer = calibrate(source.model, chosen, calibration or tokens, scratch)
     packer = WeightPacker(chosen, PlainLibrary(), quantizer)
-    OrtCpu().lower(source.model, packer, CacheLayout("float32", 16))
+    OrtCpu().lower(source.model, packer, CacheLayout(CACHES["fp32"], 16))
     logits = evaluate(source.model, tokens, OPS)
     return logits, {result.layer: result for result in packer.results}
 
@@ -260,7 +261,7 @@ def test_a_layer_without_a_static_scale_is_named(exported):
     source = canonical(exported())
     packer = WeightPacker(recipe("fp8-static"), PlainLibrary(), RoundToNearest(), {"lm_head": 1.0})
     with pytest.raises(QuantizationError, match=r"layer layers\.0\.attention\.qkv: calibration did not"):
-        OrtCpu().lower(source.model, packer, CacheLayout("float32", 4))
+        OrtCpu().lower(source.model, packer, CacheLayout(CACHES["fp32"], 4))
 
 
 def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):

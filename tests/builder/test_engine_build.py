@@ -284,6 +284,10 @@ def test_unknown_names_are_answered_with_the_known(exported, tmp_path):
         build_engine(source, tmp_path / "engine", BuildConfig(target="abacus"))
     with pytest.raises(QuantizationError, match="quantisation 'int3' is unknown; there are fp32"):
         build_engine(source, tmp_path / "engine", BuildConfig(quant="int3"))
+    with pytest.raises(QuantizationError, match="kv cache 'int3' is unknown; there are auto, fp32"):
+        build_engine(source, tmp_path / "engine", BuildConfig(kv_cache="int3"))
+    with pytest.raises(QuantizationError, match="kv cache tiers is not available yet: "):
+        build_engine(source, tmp_path / "engine", BuildConfig(kv_cache="tiers"))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +297,6 @@ def test_unknown_names_are_answered_with_the_known(exported, tmp_path):
         ({"max_step_tokens": 2**31}, "max_step_tokens is 2147483648; it must be between 1 and 2147483647"),
         ({"block_size": -16}, "block_size is -16"),
         ({"max_step_tokens": 8}, "max_step_tokens 8 is less than max_batch 64"),
-        ({"cache_dtype": "int3"}, "cache_dtype 'int3' is unknown; there are float32"),
     ],
 )
 def test_limits_that_cannot_be(options, words):

@@ -13,6 +13,7 @@ from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.exported import read_exported
 from enginebay.builder.packing import WeightPacker
 from enginebay.builder.packing_library import CpuPackingLibrary
+from enginebay.builder.quant.cache import CACHES
 from enginebay.builder.quant.formats import WeightFormat
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
@@ -31,7 +32,7 @@ def reference_logits(source, quant, feeds):
     ops = [PagedAttention]
     if quant is not None:
         packer = WeightPacker(recipe(quant), PlainLibrary(), RoundToNearest())
-        OrtCpu().lower(model, packer, CacheLayout("float32", 4))
+        OrtCpu().lower(model, packer, CacheLayout(CACHES["fp32"], 4))
         ops = OPS
     caches = {f"cache.{n}": np.zeros((8, 2, 4, KV_HEADS, 16), np.float32) for n in range(LAYERS)}
     proto = ir.to_proto(ir.external_data.load_to_model(model))
@@ -79,18 +80,18 @@ def test_an_engine_multiplies_by_what_its_recipe_made_of_the_weights(
     """Integer formats round the activations to 8 bits too: logits here are of size 1 to 4. E4M3 inputs are
     rounded by the reference as well, to the same numbers but where the two lie close to a tie."""
     source = exported()
-    engine = engine_of(source, tmp_path / "engine", quant=quant, cache_dtype="float32")
+    engine = engine_of(source, tmp_path / "engine", quant=quant, kv_cache="fp32")
     actual, expected = engine.run(Feeds(step)), reference_logits(source, quant, step)
     np.testing.assert_allclose(actual, expected, atol=tolerance)
     assert np.abs(actual - expected).mean() < tolerance / 4
 
 
-@pytest.mark.parametrize("cache", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache", ["fp16", "bf16"])
 def test_a_narrow_cache_costs_its_rounding(exported, tmp_path, step, cache):
     source = exported()
-    engine = engine_of(source, tmp_path / "engine", quant="fp32", cache_dtype=cache)
+    engine = engine_of(source, tmp_path / "engine", quant="fp32", kv_cache=cache)
     error = np.abs(engine.run(Feeds(step)) - reference_logits(source, None, step)).max()
-    assert 0 < error < {"float16": 5e-3, "bfloat16": 5e-2}[cache]
+    assert 0 < error < {"fp16": 5e-3, "bf16": 5e-2}[cache]
 
 
 @pytest.mark.parametrize(

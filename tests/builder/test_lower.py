@@ -17,6 +17,7 @@ from enginebay.builder.lower.graph import remove_dead
 from enginebay.builder.lower.quant_linear import lower_linears
 from enginebay.builder.lower.select_rows import select_rows_early
 from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.cache import CACHES
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
 from enginebay.builder.targets.base import CacheLayout, TargetError
@@ -43,7 +44,7 @@ def test_lowered_graph_computes_what_the_canonical_graph_computes(exported, tied
     source = read_exported(exported(tied=tied, bias=bias, dtype=dtype))
     feeds = ragged_step(np.random.default_rng(1), VOCAB, [14, 4, 5])
     expected = evaluate(source.model, feeds, [PagedAttention])
-    OrtCpu().lower(source.model, packer(), CacheLayout("float32", 4))
+    OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 4))
     actual = evaluate(source.model, feeds, OPS)
     np.testing.assert_allclose(actual[0], expected[0], atol=2e-5)
     for mine, theirs in zip(actual[1:], expected[1:], strict=True):
@@ -52,7 +53,8 @@ def test_lowered_graph_computes_what_the_canonical_graph_computes(exported, tied
 
 def test_a_layer_is_eight_nodes_and_no_product_remains(exported):
     source = read_exported(exported())
-    reports = {r.rewrite: r for r in OrtCpu().lower(source.model, packer("int4"), CacheLayout("float16", 16))}
+    rewrites = OrtCpu().lower(source.model, packer("int4"), CacheLayout(CACHES["fp16"], 16))
+    reports = {report.rewrite: report for report in rewrites}
     counts = Counter(node.op_type for node in source.model.graph)
     assert counts == {
         "Embedding": 1,
@@ -71,7 +73,7 @@ def test_a_layer_is_eight_nodes_and_no_product_remains(exported):
 
 def test_tied_weights_are_packed_once_and_read_twice(exported):
     source = read_exported(exported(tied=True))
-    OrtCpu().lower(source.model, packer("int8"), CacheLayout("float16", 16))
+    OrtCpu().lower(source.model, packer("int8"), CacheLayout(CACHES["fp16"], 16))
     readers = [n for n in source.model.graph if n.op_type == "Embedding" or n.name == "lm_head"]
     assert len(readers) == 2
     assert readers[0].inputs[1] is readers[1].inputs[1]
@@ -80,7 +82,7 @@ def test_tied_weights_are_packed_once_and_read_twice(exported):
 
 def test_cache_gets_dtype_and_block_size(exported):
     source = read_exported(exported())
-    OrtCpu().lower(source.model, packer(), CacheLayout("bfloat16", 32))
+    OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["bf16"], 32))
     for value in [v for v in (*source.model.graph.inputs, *source.model.graph.outputs) if "cache" in v.name]:
         assert value.dtype == ir.DataType.BFLOAT16
         assert list(value.shape)[1:] == [2, 32, KV_HEADS, 16]
@@ -88,7 +90,7 @@ def test_cache_gets_dtype_and_block_size(exported):
 
 def test_the_last_layer_after_attention_sees_only_the_rows_asked_for(exported):
     source = read_exported(exported())
-    OrtCpu().lower(source.model, packer(), CacheLayout("float32", 4))
+    OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 4))
     shapes = {v.name: str(v.shape[0]) for n in source.model.graph for v in n.outputs if v.shape is not None}
     assert shapes[f"layers.{LAYERS - 2}.mlp.down"] == "T"
     assert shapes[f"layers.{LAYERS - 1}.attention.qkv"] == "T"
@@ -98,7 +100,7 @@ def test_the_last_layer_after_attention_sees_only_the_rows_asked_for(exported):
 
 def test_no_rows_asked_for_gives_no_logits(exported):
     source = read_exported(exported())
-    OrtCpu().lower(source.model, packer(), CacheLayout("float32", 4))
+    OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 4))
     feeds = ragged_step(np.random.default_rng(1), VOCAB, [])
     assert evaluate(source.model, feeds, OPS)[0].shape == (0, VOCAB)
 
@@ -234,7 +236,7 @@ def test_a_node_without_a_kernel_is_refused_by_name(exported):
     graph.append(sine)
     graph.outputs[0] = sine.outputs[0]
     with pytest.raises(TargetError, match=r"1 nodes cannot run on ort-cpu: logits.sine \(Sin\): no kernel"):
-        OrtCpu().lower(source.model, packer(), CacheLayout("float32", 16))
+        OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 16))
 
 
 def test_a_product_that_could_not_be_lowered_is_refused_with_the_reason(exported):
@@ -242,4 +244,4 @@ def test_a_product_that_could_not_be_lowered_is_refused_with_the_reason(exported
     node = next(n for n in source.model.graph if n.name == "layers.1.mlp.down")
     node.attributes["alpha"] = ir.AttrFloat32("alpha", 2.0)
     with pytest.raises(TargetError, match=r"layers.1.mlp.down \(Gemm\): quant_linear: needs transA=0"):
-        OrtCpu().lower(source.model, packer(), CacheLayout("float32", 16))
+        OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 16))

@@ -55,7 +55,7 @@ def engine(tmp_path: Path) -> Path:
         quantization=QuantizationRecord(
             "int4", {"lm_head": LayerRecord("i4.b32.asym", "rtn", (128, 64), 5120)}
         ),
-        cache_groups=(CacheGroupRecord("paged", (0, 1), "float16", 16, (2, 16, 2, 16)),),
+        cache_groups=(CacheGroupRecord("paged", (0, 1), "float16", 16, (2, 16, 2, 16), ()),),
         limits=LimitsRecord(64, 2048, 256, 128),
         files=(
             FileRecord.of(tmp_path / "engine.onnx", sampled=False),
@@ -176,7 +176,7 @@ def test_a_folder_without_a_manifest(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("schema_version", 2, "schema_version: the engine has 2, this EngineBay reads 1; rebuild with"),
+        ("schema_version", 1, "schema_version: the engine has 1, this EngineBay reads 2; rebuild with"),
         ("schema_version", ..., "schema_version: the engine has None"),
         ("opset", "24", "opset: '24' instead of a value of type int"),
         ("opset", True, "opset: True instead of a value of type int"),

@@ -37,6 +37,9 @@ _CACHE_TYPES: dict[str, tuple[type[np.generic], int]] = {
     "float32": (np.float32, 1),
     "float16": (np.float16, 10),
     "bfloat16": (np.uint16, 16),
+    "int8": (np.int8, 3),
+    "float8e4m3fn": (np.uint8, 17),
+    "int4": (np.uint8, 2),
 }
 
 

@@ -13,12 +13,12 @@ EngineFolder = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
-    """engine_folder("int4") or engine_folder("fp32", "bfloat16"): an engine of the tiny model."""
+    """engine_folder("int4") or engine_folder("fp32", "bf16"): an engine of the tiny model."""
     root = tmp_path_factory.mktemp("tiny")
     exported = export_tiny(root)
-    built: dict[tuple[str, str | None], Path] = {}
+    built: dict[tuple[str, str], Path] = {}
 
-    def folder(quant: str, cache: str | None = None) -> Path:
+    def folder(quant: str, cache: str = "auto") -> Path:
         key = (quant, cache)
         if key not in built:
             built[key] = build_tiny(exported, root / f"{quant}-{cache}", quant, cache)

@@ -28,13 +28,16 @@ from enginebay.triton_repo.runtime.sequence import Sequence
 
 EngineFolder = Callable[..., Path]
 FORMATS = [
-    ("fp32", None),
-    ("fp16", None),
-    ("int8", None),
-    ("int4", None),
-    ("fp32", "bfloat16"),
-    ("int4", "float16"),
+    ("fp32", "auto"),
+    ("fp16", "auto"),
+    ("int8", "auto"),
+    ("int4", "auto"),
+    ("fp32", "bf16"),
+    ("int4", "fp16"),
+    ("int4", "int8"),
+    ("fp16", "fp8"),
 ]
+SERVED = [("fp32", "auto"), ("int4", "auto"), ("int4", "int8"), ("int4", "fp8")]
 
 
 @cache
@@ -63,11 +66,11 @@ def run(engine: OrtEngine, chunks: list[Chunk]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("quant", "cache_dtype"), FORMATS)
+@pytest.mark.parametrize(("quant", "kv_cache"), FORMATS)
 def test_logits_are_bit_equal_alone_and_in_any_mixture(
-    engine_folder: EngineFolder, quant: str, cache_dtype: str | None, seed: int
+    engine_folder: EngineFolder, quant: str, kv_cache: str, seed: int
 ) -> None:
-    engine = loaded(engine_folder(quant, cache_dtype))
+    engine = loaded(engine_folder(quant, kv_cache))
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 61, rng.integers(2, 6)).tolist()
     sequences = [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
@@ -93,9 +96,9 @@ def test_logits_are_bit_equal_alone_and_in_any_mixture(
         assert np.array_equal(np.concatenate(rows), expected[index])
 
 
-@pytest.mark.parametrize(("quant", "cache_dtype"), [("fp32", None), ("int4", None)])
+@pytest.mark.parametrize(("quant", "kv_cache"), SERVED)
 def test_tokens_are_the_same_alone_batched_chunked_preempted_and_cached(
-    engine_folder: EngineFolder, quant: str, cache_dtype: str | None
+    engine_folder: EngineFolder, quant: str, kv_cache: str
 ) -> None:
     rng = np.random.default_rng(4)
     stem = rng.integers(0, VOCAB, 40).tolist()
@@ -117,7 +120,7 @@ def test_tokens_are_the_same_alone_batched_chunked_preempted_and_cached(
     ]
 
     def serve(blocks: int, scheduler: SchedulerConfig, *, together: bool) -> tuple[dict, int, int]:
-        engine = OrtEngine(engine_folder(quant, cache_dtype), EngineOptions(threads=2, num_blocks=blocks))
+        engine = OrtEngine(engine_folder(quant, kv_cache), EngineOptions(threads=2, num_blocks=blocks))
         sink = Collector()
         loop = EngineLoop(engine, None, sink, LoopConfig(scheduler=scheduler))
         for request in requests:
@@ -145,11 +148,9 @@ def test_tokens_are_the_same_alone_batched_chunked_preempted_and_cached(
     assert alone == batched == chunked == preempted == cached
 
 
-@pytest.mark.parametrize(("quant", "cache_dtype"), FORMATS)
-def test_the_probe_leaves_a_clean_pool(
-    engine_folder: EngineFolder, quant: str, cache_dtype: str | None
-) -> None:
-    engine = OrtEngine(engine_folder(quant, cache_dtype), EngineOptions(threads=1, num_blocks=3))
+@pytest.mark.parametrize(("quant", "kv_cache"), FORMATS)
+def test_the_probe_leaves_a_clean_pool(engine_folder: EngineFolder, quant: str, kv_cache: str) -> None:
+    engine = OrtEngine(engine_folder(quant, kv_cache), EngineOptions(threads=1, num_blocks=3))
     assert len(engine._pools) == 2
     assert all(not pool.any() for pool in engine._pools)
 

@@ -8,6 +8,7 @@ import numpy as np
 from tiny_llama import TinyLlama, random_weight
 
 from enginebay.builder.build import BuildConfig, build_engine
+from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.export.exporter import export_model
 
 VOCAB = 160
@@ -15,7 +16,7 @@ MODEL = TinyLlama(hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, layers
 
 
 def export_tiny(folder: Path, seed: int = 0) -> Path:
-    """The exported folder of a model whose logits are well apart."""
+    """The exported folder of a model whose logits are well apart; tokens.npy beside it to calibrate on."""
     rng = np.random.default_rng(seed)
 
     def norm() -> np.ndarray:
@@ -33,11 +34,13 @@ def export_tiny(folder: Path, seed: int = 0) -> Path:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}.{name}.weight"] = norm()
     export_model(MODEL.save(folder / "hf", tensors, eos=[2, 11]), folder / "exported")
+    np.save(folder / "tokens.npy", rng.integers(0, VOCAB, (4, 128)))
     return folder / "exported"
 
 
-def build_tiny(exported: Path, out: Path, quant: str, cache: str | None = None) -> Path:
+def build_tiny(exported: Path, out: Path, quant: str, cache: str = "auto") -> Path:
     """An engine folder with small limits."""
-    config = BuildConfig(quant=quant, max_batch=8, max_step_tokens=96, cache_dtype=cache)
+    tokens = CalibrationConfig(exported.parent / "tokens.npy")
+    config = BuildConfig(quant=quant, calibration=tokens, max_batch=8, max_step_tokens=96, kv_cache=cache)
     build_engine(exported, out, config)
     return out

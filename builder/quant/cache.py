@@ -1,0 +1,103 @@
+"""Formats of the key/value cache: a registry of frozen configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from enginebay.builder.quant.formats import QuantizationError
+from enginebay.plugins import ops
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a cache holds keys and values.
+
+    name      what --kv-cache says
+    dtype     as the manifest names it; the pool's elements, but int4's are bytes of two codes
+    element   of the pool in the graph
+    scales    what shares a scale: a head, a channel of a head; none: floats, and rows that hold their own
+    largest   code
+    headroom  factor on the largest value that calibration saw
+    """
+
+    name: str
+    summary: str
+    dtype: str
+    element: ir.DataType
+    scales: Literal["none", "head", "channel"] = "none"
+    largest: float = 0.0
+    headroom: float = 1.0
+
+    @property
+    def scaled(self) -> bool:
+        return self.scales != "none"
+
+    def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a block in elements of the pool; `shape` is that of its values.
+
+        QuantizationError where the format cannot hold such a block.
+        """
+        if len(shape) != 4 and (self.scaled or self.dtype == "int4"):
+            raise QuantizationError(
+                f"kv cache {self.name}: this model caches latents, which are kept in floats: "
+                "choose fp16, bf16 or fp32"
+            )
+        if self.dtype != "int4":
+            return shape
+        try:
+            return (*shape[:-1], ops.int4_cache_row_bytes(shape[-1]))
+        except ValueError as error:
+            raise QuantizationError(f"kv cache {self.name}: {error}") from None
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[2, Hkv], [2, Hkv, D] or, without scales, []; `shape` is that of a block's values."""
+        lengths = {"none": 0, "head": 1, "channel": 2}
+        return (shape[0], *shape[2:])[: lengths[self.scales] + 1] if self.scaled else ()
+
+
+CACHES: dict[str, CacheFormat] = {
+    cache.name: cache
+    for cache in (
+        CacheFormat("fp32", "float32", "float32", ir.DataType.FLOAT),
+        CacheFormat("fp16", "float16", "float16", ir.DataType.FLOAT16),
+        CacheFormat("bf16", "bfloat16", "bfloat16", ir.DataType.BFLOAT16),
+        CacheFormat(
+            *("int8", "int8, a calibrated scale for each channel of a head", "int8", ir.DataType.INT8),
+            scales="channel",
+            largest=127.0,
+            headroom=1.1,
+        ),
+        CacheFormat(
+            *("fp8", "E4M3, a calibrated scale for each head", "float8e4m3fn", ir.DataType.FLOAT8E4M3FN),
+            scales="head",
+            largest=448.0,
+        ),
+        CacheFormat(
+            "int4",
+            f"int4, a scale and a minimum for {ops.INT4_CACHE_GROUP} values of a token's head",
+            "int4",
+            ir.DataType.UINT8,
+        ),
+    )
+}
+
+# Part of the plan, not of this version: the reason is what a user is told.
+PLANNED: dict[str, str] = {
+    "tiers": "moving blocks from 16 bits to int8 and int4 as they age waits for its kernels",
+}
+
+
+def find_cache(name: str, default: str) -> CacheFormat:
+    """The format called `name`, or `default` for auto; QuantizationError with the reason, or listing what
+    there is, otherwise."""
+    chosen = default if name == AUTO else name
+    if chosen in PLANNED:
+        raise QuantizationError(f"kv cache {chosen} is not available yet: {PLANNED[chosen]}")
+    if chosen not in CACHES:
+        raise QuantizationError(f"kv cache '{chosen}' is unknown; there are {AUTO}, {', '.join(CACHES)}")
+    return CACHES[chosen]

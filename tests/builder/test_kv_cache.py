@@ -1,0 +1,210 @@
+"""8-bit and 4-bit caches: scales from calibration, engines against float64 over the same codes, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builder_support import MODEL, VOCAB, PagedAttention, ragged_step
+from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes.common import ShapeInferencePass
+
+from enginebay.builder.build import BuildConfig, build_engine
+from enginebay.builder.exported import read_exported
+from enginebay.builder.lower.cache import set_cache_layout
+from enginebay.builder.manifest import EngineManifest
+from enginebay.builder.quant.cache import CACHES, find_cache
+from enginebay.builder.quant.cache_scales import StoredCaches, find_scales
+from enginebay.builder.quant.evaluate import Logits, exact_weights
+from enginebay.builder.quant.formats import QuantizationError
+from enginebay.builder.quant.interpreter import Batch, FloatCaches
+from enginebay.builder.quant.text import CalibrationConfig
+from enginebay.plugins import ops
+from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
+
+BLOCK = 4
+ELEMENTS = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+
+
+def batch_of(rng, lengths=(40, 64, 64, 9)):
+    return Batch(tuple(tuple(rng.integers(0, VOCAB, n).tolist()) for n in lengths))
+
+
+def canonical(source):
+    model = read_exported(source).model
+    ShapeInferencePass()(model)
+    return model
+
+
+def built(source, out, cache, **options):
+    tokens = source.parent / "tokens.json"
+    tokens.write_text(json.dumps([list(s) for s in batch_of(np.random.default_rng(3)).sequences]))
+    config = BuildConfig(
+        quant="fp32", kv_cache=cache, block_size=BLOCK, calibration=CalibrationConfig(tokens), **options
+    )
+    return build_engine(source, out, config)
+
+
+class Feeds:
+    """A step's arrays under the names that the runtime reads."""
+
+    def __init__(self, feeds):
+        for name, array in feeds.items():
+            setattr(self, name.removesuffix(".0"), array)
+
+
+class Kept(FloatCaches):
+    """The float32 pools of every layer, as calibration sees them."""
+
+    def __init__(self):
+        self.pools = {}
+
+    def written(self, name, pool):
+        self.pools[name] = pool.astype(np.float64)
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_an_engine_equals_the_decoder_over_the_same_codes(exported, tmp_path, cache):
+    """Float64, the scales of the engine. Where a key lies between two codes float32 may take the other one:
+    most logits agree closely, and all within what a step of a code changes."""
+    source = exported(tied=False)
+    report = built(source, tmp_path / "engine", cache)
+    step = ragged_step(np.random.default_rng(7), VOCAB, list(range(15)))
+    model = read_exported(source).model
+    set_cache_layout(model.graph, CACHES[cache], BLOCK, report.cache_scales)
+    shape = (8, 2, BLOCK, MODEL.kv_heads, MODEL.head_dim)
+    caches = {f"cache.{n}": np.zeros(shape, ELEMENTS[cache]) for n in range(MODEL.layers)}
+    proto = ir.to_proto(ir.external_data.load_to_model(model))
+    expected = ReferenceEvaluator(proto, new_ops=[PagedAttention]).run(["logits"], {**step, **caches})[0]
+    engine = OrtEngine(tmp_path / "engine", EngineOptions(threads=2, num_blocks=8))
+    error = np.abs(engine.run(Feeds(step)) - expected)
+    assert np.median(error) < 1e-5
+    assert error.max() < 0.02
+    built(source, tmp_path / "wide", "fp32")
+    exact = OrtEngine(tmp_path / "wide", EngineOptions(threads=2, num_blocks=8)).run(Feeds(step))
+    assert 1e-5 < np.abs(expected - exact).max() < {"int8": 0.1, "fp8": 0.5}[cache]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed):
+    graph = canonical(exported(seed=seed)).graph
+    batch = batch_of(np.random.default_rng(seed))
+    kept = Kept()
+    Logits(graph, batch, exact_weights, kept)
+    cache = CACHES["int8"]
+    scales = find_scales(graph, batch, exact_weights, cache)
+    assert scales.keys() == kept.pools.keys() == {f"cache.{n}" for n in range(MODEL.layers)}
+    half = MODEL.head_dim // 2
+    for name, pool in kept.pools.items():
+        keys, values = scales[name].astype(np.float64) * cache.largest / cache.headroom
+        assert scales[name].shape == cache.scale_shape(pool.shape[1:])
+        lengths = np.hypot(pool[:, 0, ..., :half], pool[:, 0, ..., half:]).max(axis=(0, 1))
+        np.testing.assert_allclose(keys, np.tile(lengths, 2), rtol=1e-5)
+        np.testing.assert_allclose(values, np.abs(pool[:, 1]).max(axis=(0, 1)), rtol=1e-5)
+    heads = find_scales(graph, batch, exact_weights, CACHES["fp8"])
+    for name, pool in kept.pools.items():
+        assert heads[name].shape == (2, MODEL.kv_heads)
+        assert (np.abs(pool).max(axis=(0, 2, 4)) <= heads[name] * 448 * (1 + 1e-6)).all()
+
+
+def test_a_head_that_is_always_zero_has_a_scale(exported):
+    def silence(tensors):
+        tensors["model.layers.0.self_attn.v_proj.weight"][: MODEL.head_dim] = 0
+        tensors["model.layers.1.self_attn.v_proj.weight"][3] = 0
+
+    graph = canonical(exported(edit=silence)).graph
+    for name in ("int8", "fp8"):
+        scales = find_scales(graph, batch_of(np.random.default_rng(0)), exact_weights, CACHES[name])
+        for each in scales.values():
+            assert np.isfinite(each).all()
+            assert (each > 0).all()
+
+
+def test_evaluation_reads_what_the_cache_holds(exported):
+    """The interpreter over a pool of the format: as far from float32 as the codes are coarse."""
+    graph = canonical(exported()).graph
+    batch = batch_of(np.random.default_rng(1))
+    exact = Logits(graph, batch, exact_weights).rows(0, batch.tokens)
+    errors = []
+    for name in ("fp16", "int8", "fp8"):
+        cache = CACHES[name]
+        scales = find_scales(graph, batch, exact_weights, cache) if cache.scaled else {}
+        stored = Logits(graph, batch, exact_weights, StoredCaches(cache, scales))
+        errors.append(np.sqrt(np.mean((stored.rows(0, batch.tokens) - exact) ** 2)))
+    assert 0 < errors[0] < errors[1] / 4 < errors[2] / 8
+
+
+def test_the_manifest_and_the_report_say_what_the_cache_holds(exported, tmp_path):
+    source = exported()
+    for name, dtype, scale_shape in (
+        ("fp16", "float16", ()),
+        ("int8", "int8", (2, MODEL.kv_heads, MODEL.head_dim)),
+        ("fp8", "float8e4m3fn", (2, MODEL.kv_heads)),
+    ):
+        report = built(source, tmp_path / name, name)
+        (group,) = EngineManifest.load(tmp_path / name).cache_groups
+        assert (group.dtype, group.scale_shape) == (dtype, scale_shape)
+        values = 2 * BLOCK * MODEL.kv_heads * MODEL.head_dim * MODEL.layers
+        assert group.block_bytes == values * (2 if name == "fp16" else 1)
+        document = json.loads((tmp_path / name / "report.json").read_text())["cache"]
+        assert document["groups"][0]["bytes_per_token"] == group.block_bytes / BLOCK
+        assert len(document["scales"]) == (0 if name == "fp16" else MODEL.layers)
+        for key, scales in document["scales"].items():
+            heads = report.cache_scales[key].reshape(2, MODEL.kv_heads, -1).max(axis=-1)
+            np.testing.assert_allclose(scales, heads)
+
+
+def test_a_narrower_cache_holds_more_tokens_in_the_same_memory(exported, tmp_path):
+    source = exported()
+    held = {}
+    for name in ("fp32", "fp16", "int8"):
+        built(source, tmp_path / name, name, max_sequence=256)
+        held[name] = OrtEngine(tmp_path / name, EngineOptions(cache_bytes=100_000)).limits.num_blocks
+    assert held["int8"] // 4 == held["fp16"] // 2 == held["fp32"] > 1
+
+
+def test_scales_are_inputs_of_the_graph_as_the_op_table_names_them(exported, tmp_path):
+    built(exported(), tmp_path / "engine", "int8")
+    graph = ir.load(tmp_path / "engine" / "engine.onnx").graph
+    index = ops.PAGED_ATTENTION.input_index("cache_scales")
+    nodes = [node for node in graph if node.op_type == "PagedAttention"]
+    assert len(nodes) == MODEL.layers
+    for node in nodes:
+        scales = node.inputs[index]
+        assert scales.name == f"{node.name}.cache_scales"
+        assert scales.const_value.numpy().shape == (2, MODEL.kv_heads, MODEL.head_dim)
+
+
+def test_formats_are_found_by_name():
+    assert find_cache("auto", "bf16") is CACHES["bf16"]
+    assert find_cache("int8", "bf16") is CACHES["int8"]
+    with pytest.raises(QuantizationError, match="kv cache 'q8_0' is unknown; there are auto, fp32, fp16"):
+        find_cache("q8_0", "fp16")
+
+
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_built(exported, tmp_path):
+    with pytest.raises(QuantizationError, match="kv cache int4: head_dim 16 is no positive multiple of 32"):
+        built(exported(), tmp_path / "engine", "int4")
+    assert not (tmp_path / "engine").exists()
+    for name in ("int8", "fp8", "int4"):
+        with pytest.raises(QuantizationError, match=f"kv cache {name}: this model caches latents"):
+            CACHES[name].block_shape((16, 96))
+    assert CACHES["fp16"].block_shape((16, 96)) == (16, 96)
+
+
+def test_keys_that_are_not_finite_name_the_layer(exported):
+    def blow_up(tensors):
+        tensors["model.layers.1.self_attn.k_proj.weight"][:] = 3e38
+
+    graph = canonical(exported(edit=blow_up, dtype=np.float32)).graph
+    batch = batch_of(np.random.default_rng(0))
+    with np.errstate(all="ignore"), pytest.raises(QuantizationError, match=r"layers\.1\.attention: its keys"):
+        find_scales(graph, batch, exact_weights, CACHES["int8"])
+
+
+def test_scales_need_text_or_tokens(exported, tmp_path):
+    with pytest.raises(QuantizationError, match=r"has no tokenizer\.json"):
+        build_engine(exported(), tmp_path / "engine", BuildConfig(kv_cache="int8"))
