@@ -1,4 +1,4 @@
-// enginebay::AddRMSNorm and enginebay::GatedActivation for ONNX Runtime's CPU provider.
+// enginebay::AddRMSNorm and enginebay::GatedActivation for ONNX Runtime.
 #include "ops.h"
 
 namespace enginebay::ort {
@@ -7,6 +7,7 @@ AddRmsNorm::AddRmsNorm(const OrtKernelInfo* info) {
   const Attributes attributes(kName, info);
   node_ = attributes.node();
   epsilon_ = attributes.real("epsilon", 1e-6f);
+  io_ = attributes.input_type(0);
 }
 
 OrtStatus* AddRmsNorm::ComputeV2(OrtKernelContext* context) noexcept {
@@ -28,7 +29,7 @@ OrtStatus* AddRmsNorm::ComputeV2(OrtKernelContext* context) noexcept {
   EB_ORT_RETURN_IF_ERROR(call.output(0, x.shape.data(), 2, &y));
   EB_ORT_RETURN_IF_ERROR(call.output(1, x.shape.data(), 2, &sum));
   if (x.shape[0] == 0) return nullptr;
-  const eb_rms_norm_desc desc{static_cast<int32_t>(x.shape[1]), epsilon_, EB_F32};
+  const eb_rms_norm_desc desc{static_cast<int32_t>(x.shape[1]), epsilon_, io_};
   return call.report(node_, eb_add_rms_norm_run(call.context(), &desc, x.shape[0], x.data, residual.data,
                                                 static_cast<const float*>(weight.data), y, sum));
 }
@@ -37,6 +38,7 @@ GatedActivation::GatedActivation(const OrtKernelInfo* info) {
   const Attributes attributes(kName, info);
   node_ = attributes.node();
   activation_ = kActivationCodes[attributes.choice("activation", kActivations)];
+  io_ = attributes.input_type(0);
 }
 
 OrtStatus* GatedActivation::ComputeV2(OrtKernelContext* context) noexcept {
@@ -52,7 +54,7 @@ OrtStatus* GatedActivation::ComputeV2(OrtKernelContext* context) noexcept {
   void* y;
   EB_ORT_RETURN_IF_ERROR(call.output(0, shape, 2, &y));
   if (shape[0] == 0) return nullptr;
-  const eb_gated_activation_desc desc{static_cast<int32_t>(shape[1]), activation_, EB_F32};
+  const eb_gated_activation_desc desc{static_cast<int32_t>(shape[1]), activation_, io_};
   return call.report(node_, eb_gated_activation_run(call.context(), &desc, shape[0], gate_up.data, y));
 }
 

@@ -1,4 +1,4 @@
-// enginebay::QuantMoE for ONNX Runtime's CPU provider.
+// enginebay::QuantMoE for ONNX Runtime.
 #include "ops.h"
 
 namespace enginebay::ort {
@@ -30,7 +30,7 @@ QuantMoe::QuantMoe(const OrtKernelInfo* info) {
   desc_.format = kFormatTypes[attributes.choice("format", kFormats)];
   desc_.block_size = attributes.integer("block_size", 0);
   desc_.symmetric = attributes.integer("symmetric", 1);
-  desc_.io_dtype = EB_F32;
+  desc_.io_dtype = attributes.input_type(kX);
   check(attributes, [this](const eb_context* context) {
     return eb_moe_expert_stride(context, &desc_, &gate_up_stride_, &down_stride_);
   });
@@ -79,7 +79,7 @@ OrtStatus* QuantMoe::ComputeV2(OrtKernelContext* context) noexcept {
   void* memory;
   EB_ORT_RETURN_IF_ERROR(
       call.report(node_, eb_moe_workspace_size(call.context(), &desc_, args.tokens, &bytes)));
-  EB_ORT_RETURN_IF_ERROR(workspace(node_, bytes, &memory));
+  EB_ORT_RETURN_IF_ERROR(call.workspace(node_, bytes, &memory));
   return call.report(node_, eb_moe_run(call.context(), &desc_, &args, memory, bytes));
 }
 

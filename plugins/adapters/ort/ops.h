@@ -11,13 +11,6 @@
 
 namespace enginebay::ort {
 
-using Type = ONNXTensorElementDataType;
-constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr Type kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-constexpr Type kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-
 // The op table's names, in the order of their codes.
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
 constexpr eb_activation kActivationCodes[] = {EB_SILU, EB_GELU, EB_GELU_TANH, EB_RELU, EB_RELU2};
@@ -28,9 +21,9 @@ class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
   static constexpr size_t kInputCount = 13, kRequiredInputs = 7;
-  static constexpr Type kInputs[kInputCount] = {kFloat, kAny,   kInt32, kInt32, kInt32, kInt32, kInt32,
+  static constexpr Type kInputs[kInputCount] = {kIo,    kAny,   kInt32, kInt32, kInt32, kInt32, kInt32,
                                                 kFloat, kFloat, kFloat, kFloat, kFloat, kFloat};
-  static constexpr Type kOutputs[] = {kFloat, kAny};
+  static constexpr Type kOutputs[] = {kIo, kAny};
 
   explicit PagedAttention(const OrtKernelInfo* info);
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -58,8 +51,8 @@ class QuantLinear : PackedWeights {
  public:
   static constexpr const char* kName = "QuantLinear";
   static constexpr size_t kRequiredInputs = 2;
-  static constexpr Type kInputs[] = {kFloat, kUint8, kFloat};
-  static constexpr Type kOutputs[] = {kFloat};
+  static constexpr Type kInputs[] = {kIo, kUint8, kFloat};
+  static constexpr Type kOutputs[] = {kIo};
 
   explicit QuantLinear(const OrtKernelInfo* info) : PackedWeights(kName, info) {}
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -69,8 +62,8 @@ class QuantLinearF8Inputs : PackedWeights {
  public:
   static constexpr const char* kName = "QuantLinearF8Inputs";
   static constexpr size_t kRequiredInputs = 2;
-  static constexpr Type kInputs[] = {kFloat, kUint8, kFloat};
-  static constexpr Type kOutputs[] = {kFloat};
+  static constexpr Type kInputs[] = {kIo, kUint8, kFloat};
+  static constexpr Type kOutputs[] = {kIo};
 
   explicit QuantLinearF8Inputs(const OrtKernelInfo* info);
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -84,7 +77,7 @@ class Embedding : PackedWeights {
   static constexpr const char* kName = "Embedding";
   static constexpr size_t kRequiredInputs = 2;
   static constexpr Type kInputs[] = {kInt32, kUint8};
-  static constexpr Type kOutputs[] = {kFloat};
+  static constexpr Type kOutputs[] = {kIo};
 
   explicit Embedding(const OrtKernelInfo* info) : PackedWeights(kName, info) {}
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -94,8 +87,8 @@ class AddRmsNorm {
  public:
   static constexpr const char* kName = "AddRMSNorm";
   static constexpr size_t kRequiredInputs = 3;
-  static constexpr Type kInputs[] = {kFloat, kFloat, kFloat};
-  static constexpr Type kOutputs[] = {kFloat, kFloat};
+  static constexpr Type kInputs[] = {kIo, kIo, kFloat};
+  static constexpr Type kOutputs[] = {kIo, kIo};
 
   explicit AddRmsNorm(const OrtKernelInfo* info);
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -103,14 +96,15 @@ class AddRmsNorm {
  private:
   std::string node_;
   float epsilon_;
+  eb_dtype io_;
 };
 
 class GatedActivation {
  public:
   static constexpr const char* kName = "GatedActivation";
   static constexpr size_t kRequiredInputs = 1;
-  static constexpr Type kInputs[] = {kFloat};
-  static constexpr Type kOutputs[] = {kFloat};
+  static constexpr Type kInputs[] = {kIo};
+  static constexpr Type kOutputs[] = {kIo};
 
   explicit GatedActivation(const OrtKernelInfo* info);
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -118,14 +112,15 @@ class GatedActivation {
  private:
   std::string node_;
   eb_activation activation_;
+  eb_dtype io_;
 };
 
 class QuantMoe {
  public:
   static constexpr const char* kName = "QuantMoE";
   static constexpr size_t kInputCount = 7, kRequiredInputs = 4;
-  static constexpr Type kInputs[kInputCount] = {kFloat, kFloat, kUint8, kUint8, kFloat, kFloat, kFloat};
-  static constexpr Type kOutputs[] = {kFloat};
+  static constexpr Type kInputs[kInputCount] = {kIo, kFloat, kUint8, kUint8, kFloat, kFloat, kFloat};
+  static constexpr Type kOutputs[] = {kIo};
 
   explicit QuantMoe(const OrtKernelInfo* info);
   OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
@@ -142,7 +137,7 @@ class SpecVerify {
  public:
   static constexpr const char* kName = "SpecVerify";
   static constexpr size_t kRequiredInputs = 3;
-  static constexpr Type kInputs[] = {kFloat, kInt32, kInt32, kInt32, kFloat, kFloat,
+  static constexpr Type kInputs[] = {kIo,    kInt32, kInt32, kInt32, kFloat, kFloat,
                                      kInt32, kFloat, kFloat, kInt64, kInt64};
   static constexpr Type kOutputs[] = {kInt32, kInt32, kInt32};
 
@@ -152,13 +147,14 @@ class SpecVerify {
  private:
   std::string node_;
   int32_t max_depth_;
+  eb_dtype io_;
 };
 
 class Sample {
  public:
   static constexpr const char* kName = "Sample";
   static constexpr size_t kRequiredInputs = 1;
-  static constexpr Type kInputs[] = {kFloat, kFloat, kInt32, kFloat, kFloat, kInt64, kInt64};
+  static constexpr Type kInputs[] = {kIo, kFloat, kInt32, kFloat, kFloat, kInt64, kInt64};
   static constexpr Type kOutputs[] = {kInt32};
 
   explicit Sample(const OrtKernelInfo* info);
@@ -166,6 +162,7 @@ class Sample {
 
  private:
   std::string node_;
+  eb_dtype io_;
 };
 
 }  // namespace enginebay::ort

@@ -1,45 +1,10 @@
 #include "ort.h"
 
-#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <thread>
 
 namespace enginebay::ort {
 namespace {
-
-constexpr size_t kAlignment = 64;
-
-// Grows, never shrinks; freed with its thread.
-class Buffer {
- public:
-  // Null where the system has no more.
-  void* at_least(size_t bytes) {
-    bytes = std::max(bytes, kAlignment);
-    if (bytes > bytes_) {
-      memory_.reset(::operator new(bytes, std::align_val_t{kAlignment}, std::nothrow));
-      bytes_ = memory_ == nullptr ? 0 : bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Delete {
-    void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{kAlignment}); }
-  };
-  std::unique_ptr<void, Delete> memory_;
-  size_t bytes_ = 0;
-};
-
-uint32_t machine_threads() {
-  // The session does not tell its pool's size. Asking for more tasks than it has threads costs a little and
-  // changes no answer.
-  static const uint32_t count = std::max(1u, std::thread::hardware_concurrency());
-  return count;
-}
 
 std::string quoted(const char* text) { return std::string("'") + text + "'"; }
 
@@ -103,14 +68,20 @@ float Attributes::real(const char* name, float otherwise) const {
   return present(name) ? real(name) : otherwise;
 }
 
-int Attributes::choice(const char* name, const char* const* values, size_t count) const {
-  if (!present(name)) refuse(std::string("attribute ") + name + " is missing");
-  std::string value, known;
+std::optional<std::string> Attributes::text(const char* name) const {
+  if (!present(name)) return std::nullopt;
   try {
-    value = info_.GetAttribute<std::string>(name);
+    return info_.GetAttribute<std::string>(name);
   } catch (const Ort::Exception&) {
     refuse(std::string("attribute ") + name + " is not a string");
   }
+}
+
+int Attributes::choice(const char* name, const char* const* values, size_t count) const {
+  const std::optional<std::string> found = text(name);
+  if (!found) refuse(std::string("attribute ") + name + " is missing");
+  const std::string& value = *found;
+  std::string known;
   for (size_t i = 0; i < count; ++i) {
     if (value == values[i]) return static_cast<int>(i);
     known += (i > 0 ? ", " : "") + std::string(values[i]);
@@ -118,31 +89,37 @@ int Attributes::choice(const char* name, const char* const* values, size_t count
   refuse(std::string("attribute ") + name + " is " + quoted(value.c_str()) + ", expected one of " + known);
 }
 
-Call::Call(OrtKernelContext* context) : ort_(context) {
-  context_.abi_version = EB_ABI_VERSION;
-  context_.threads = machine_threads();
-  context_.parallel_for = parallel_for;
-  context_.pool = this;
-  context_.message = message_;
-  context_.message_bytes = sizeof message_;
+eb_dtype Attributes::type_of(const Ort::TypeInfo& info, const char* what, size_t index) const {
+  const Type type = info.GetTensorTypeAndShapeInfo().GetElementType();
+  switch (type) {
+    case kFloat:
+      return EB_F32;
+    case kFloat16:
+      return EB_F16;
+    case kBfloat16:
+      return EB_BF16;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN:
+      return EB_F8E4M3;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      return EB_I8;
+    default:
+      refuse(std::string(what) + " " + std::to_string(index) + " has element type " + std::to_string(type) +
+             ", expected float32, float16, bfloat16, float8e4m3fn or int8");
+  }
 }
 
-Call::~Call() {
-  if (pool_failure_ != nullptr) Ort::GetApi().ReleaseStatus(pool_failure_);
+eb_dtype Attributes::input_type(size_t index) const {
+  return type_of(info_.GetInputTypeInfo(index), "input", index);
 }
 
-void Call::parallel_for(void* pool, size_t count, eb_task body, void* argument) {
-  auto* call = static_cast<Call*>(pool);
-  OrtStatus* status = Ort::GetApi().KernelContext_ParallelFor(call->ort_, body, count, 0, argument);
-  if (status == nullptr) return;
-  if (call->pool_failure_ != nullptr) Ort::GetApi().ReleaseStatus(call->pool_failure_);
-  call->pool_failure_ = status;
+eb_dtype Attributes::output_type(size_t index) const {
+  return type_of(info_.GetOutputTypeInfo(index), "output", index);
 }
 
 OrtStatus* Call::report(const std::string& node, eb_status status) {
   if (status != EB_OK) return refuse(node, "%s", message_);
-  OrtStatus* failure = pool_failure_;
-  pool_failure_ = nullptr;
+  OrtStatus* failure = failure_;
+  failure_ = nullptr;
   return failure;
 }
 
@@ -195,18 +172,6 @@ OrtStatus* refuse(const std::string& node, const char* format, ...) {
   }
   va_end(arguments);
   return Ort::GetApi().CreateStatus(ORT_INVALID_ARGUMENT, text);
-}
-
-OrtStatus* workspace(const std::string& node, size_t bytes, void** memory) {
-  thread_local Buffer buffer;
-  *memory = buffer.at_least(bytes);
-  return *memory != nullptr ? nullptr : refuse(node, "no memory for a workspace of %zu bytes", bytes);
-}
-
-OrtStatus* plan_buffer(const std::string& node, size_t ints, int32_t** plan) {
-  thread_local Buffer buffer;
-  *plan = static_cast<int32_t*>(buffer.at_least(ints * sizeof(int32_t)));
-  return *plan != nullptr ? nullptr : refuse(node, "no memory for a plan of %zu integers", ints);
 }
 
 }  // namespace enginebay::ort

@@ -1,4 +1,4 @@
-// enginebay::PagedAttention for ONNX Runtime's CPU provider.
+// enginebay::PagedAttention for ONNX Runtime.
 #include "ops.h"
 
 namespace enginebay::ort {
@@ -23,28 +23,6 @@ constexpr const char* kNames[] = {"qkv",          "cache",        "query_start",
                                   "slot_mapping", "position_ids", "rope_cos",    "rope_sin", "q_norm",
                                   "k_norm",       "sinks",        "cache_scales"};
 
-bool cache_dtype(ONNXTensorElementDataType type, eb_dtype* dtype) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-      *dtype = EB_F32;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
-      *dtype = EB_F16;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
-      *dtype = EB_BF16;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN:
-      *dtype = EB_F8E4M3;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
-      *dtype = EB_I8;
-      return true;
-    default:
-      return false;
-  }
-}
-
 }  // namespace
 
 PagedAttention::PagedAttention(const OrtKernelInfo* info) {
@@ -60,9 +38,10 @@ PagedAttention::PagedAttention(const OrtKernelInfo* info) {
   desc_.rope_interleaved = attributes.integer("rope_interleaved", 0);
   desc_.norm_epsilon = attributes.real("norm_epsilon", 1e-6f);
   desc_.latent_dim = attributes.integer("latent_dim", 0);
-  desc_.io_dtype = desc_.cache_dtype = EB_F32;
+  desc_.io_dtype = attributes.input_type(kQkv);
+  desc_.cache_dtype = attributes.input_type(kCache);
   // What depends on the tensors is filled in per call; these stand in for a check of the attributes.
-  desc_.block_size = 1;
+  desc_.block_size = desc_.num_blocks = desc_.table_width = 1;
   check(attributes, [this](const eb_context* context) {
     size_t ints, bytes;
     return eb_paged_attention_plan_size(context, &desc_, 0, 0, &ints, &bytes);
@@ -124,11 +103,6 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   EB_ORT_RETURN_IF_ERROR(check_shapes(in));
 
   eb_paged_attention_desc desc = desc_;
-  if (!cache_dtype(in[kCache].type, &desc.cache_dtype)) {
-    return refuse(node_,
-                  "cache has element type %d; expected float32, float16, bfloat16, float8e4m3fn or int8",
-                  static_cast<int>(in[kCache].type));
-  }
   const bool latent = desc.latent_dim > 0;
   const int64_t block_size = in[kCache].shape[latent ? 1 : 2];
   if (in[kCache].shape[0] > INT32_MAX || block_size > INT32_MAX || in[kBlockTable].shape[1] > INT32_MAX) {
@@ -176,8 +150,8 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   args.attention = attention;
   int32_t* plan;
   void* memory;
-  EB_ORT_RETURN_IF_ERROR(plan_buffer(node_, ints, &plan));
-  EB_ORT_RETURN_IF_ERROR(workspace(node_, bytes, &memory));
+  EB_ORT_RETURN_IF_ERROR(call.plan(node_, ints, &plan));
+  EB_ORT_RETURN_IF_ERROR(call.workspace(node_, bytes, &memory));
   EB_ORT_RETURN_IF_ERROR(
       call.report(node_, eb_paged_attention_plan(call.context(), &desc, tokens, sequences, args.query_start,
                                                  args.kv_len, plan, ints)));

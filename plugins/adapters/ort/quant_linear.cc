@@ -1,4 +1,4 @@
-// enginebay::QuantLinear and enginebay::Embedding for ONNX Runtime's CPU provider.
+// enginebay::QuantLinear and enginebay::Embedding for ONNX Runtime.
 #include "ops.h"
 
 namespace enginebay::ort {
@@ -11,7 +11,7 @@ PackedWeights::PackedWeights(const char* op, const OrtKernelInfo* info) {
   desc_.format = kFormatTypes[attributes.choice("format", kFormats)];
   desc_.block_size = attributes.integer("block_size", 0);
   desc_.symmetric = attributes.integer("symmetric", 1);
-  desc_.io_dtype = EB_F32;
+  desc_.io_dtype = attributes.output_type(0);
   check(attributes,
         [this](const eb_context* context) { return eb_quant_linear_packed_bytes(context, &desc_, &bytes_); });
 }
@@ -44,7 +44,7 @@ OrtStatus* QuantLinear::ComputeV2(OrtKernelContext* context) noexcept {
   size_t bytes;
   EB_ORT_RETURN_IF_ERROR(
       call.report(node_, eb_quant_linear_workspace_size(call.context(), &desc_, x.shape[0], &bytes)));
-  EB_ORT_RETURN_IF_ERROR(workspace(node_, bytes, &memory));
+  EB_ORT_RETURN_IF_ERROR(call.workspace(node_, bytes, &memory));
   return call.report(node_,
                      eb_quant_linear_run(call.context(), &desc_, x.shape[0], x.data, weight.data, bytes_,
                                          static_cast<const float*>(bias.data), y, memory, bytes));

@@ -1,4 +1,4 @@
-// enginebay::QuantLinearF8Inputs for ONNX Runtime's CPU provider.
+// enginebay::QuantLinearF8Inputs for ONNX Runtime.
 #include "enginebay/quant_linear_f8_inputs.h"
 
 #include "ops.h"
@@ -33,7 +33,7 @@ OrtStatus* QuantLinearF8Inputs::ComputeV2(OrtKernelContext* context) noexcept {
   size_t bytes;
   EB_ORT_RETURN_IF_ERROR(
       call.report(node_, eb_quant_linear_f8_inputs_workspace_size(call.context(), &desc_, rows, &bytes)));
-  EB_ORT_RETURN_IF_ERROR(workspace(node_, bytes, &memory));
+  EB_ORT_RETURN_IF_ERROR(call.workspace(node_, bytes, &memory));
   return call.report(
       node_, eb_quant_linear_f8_inputs_run(call.context(), &desc_, rows, x.data, input_scale_, weight.data,
                                            bytes_, static_cast<const float*>(bias.data), y, memory, bytes));

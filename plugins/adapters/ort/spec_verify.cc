@@ -1,4 +1,4 @@
-// enginebay::SpecVerify and enginebay::Sample for ONNX Runtime's CPU provider.
+// enginebay::SpecVerify and enginebay::Sample for ONNX Runtime.
 #include "ops.h"
 
 namespace enginebay::ort {
@@ -47,7 +47,7 @@ OrtStatus* run(Call& call, const std::string& node, const eb_spec_verify_desc& d
   void* memory;
   EB_ORT_RETURN_IF_ERROR(call.report(
       node, eb_spec_verify_workspace_size(call.context(), &desc, args.sequences, args.rows, &bytes)));
-  EB_ORT_RETURN_IF_ERROR(workspace(node, bytes, &memory));
+  EB_ORT_RETURN_IF_ERROR(call.workspace(node, bytes, &memory));
   return call.report(node, eb_spec_verify_run(call.context(), &desc, &args, memory, bytes));
 }
 
@@ -57,6 +57,7 @@ SpecVerify::SpecVerify(const OrtKernelInfo* info) {
   const Attributes attributes(kName, info);
   node_ = attributes.node();
   max_depth_ = attributes.integer("max_depth");
+  io_ = attributes.input_type(0);
   if (max_depth_ < 0) attributes.refuse("max_depth must not be negative");
 }
 
@@ -90,10 +91,14 @@ OrtStatus* SpecVerify::ComputeV2(OrtKernelContext* context) noexcept {
   args.path = static_cast<int32_t*>(path);
   args.next_token = static_cast<int32_t*>(next);
   if (args.sequences == 0) return nullptr;
-  return run(call, node_, {static_cast<int32_t>(logits.shape[1]), max_depth_, EB_F32}, args);
+  return run(call, node_, {static_cast<int32_t>(logits.shape[1]), max_depth_, io_}, args);
 }
 
-Sample::Sample(const OrtKernelInfo* info) : node_(Attributes(kName, info).node()) {}
+Sample::Sample(const OrtKernelInfo* info) {
+  const Attributes attributes(kName, info);
+  node_ = attributes.node();
+  io_ = attributes.input_type(0);
+}
 
 OrtStatus* Sample::ComputeV2(OrtKernelContext* context) noexcept {
   Call call(context);
@@ -107,7 +112,7 @@ OrtStatus* Sample::ComputeV2(OrtKernelContext* context) noexcept {
   EB_ORT_RETURN_IF_ERROR(call.output(0, logits.shape.data(), 1, &next));
   args.next_token = static_cast<int32_t*>(next);
   if (args.sequences == 0) return nullptr;
-  return run(call, node_, {static_cast<int32_t>(logits.shape[1]), 0, EB_F32}, args);
+  return run(call, node_, {static_cast<int32_t>(logits.shape[1]), 0, io_}, args);
 }
 
 }  // namespace enginebay::ort
