@@ -3,11 +3,14 @@
     python benchmarks/quantization.py EXPORTED --engines build/quantization \
         --recipes fp32,fp16,int8,w8a8,int4,int4-rtn:64:sym,int4-gptq:64:sym,int4-awq:64:sym,int4-gptq@4.5
         [--json]
+    python benchmarks/quantization.py EXPORTED --engines build/quantization \
+        --recipes int4+fp16,int4+int8,int4+fp8,int4+int4
 
-A recipe may carry a block and sym or asym, and a budget of bits for a search behind @. Engines are built
-once and kept. Perplexity is measured by the engine itself (activations rounded as it rounds them) on the
-half of Python's help topics that calibration does not see, in windows of 256 tokens, relative to the first
-recipe. Decode runs 32 steps after prompts of 128 tokens; the best of three.
+A recipe may carry a block and sym or asym, a budget of bits for a search behind @, and the format of the
+cache behind +. Engines are built once and kept. Perplexity is measured by the engine itself (activations
+rounded as it rounds them) on the half of Python's help topics that calibration does not see, in windows of
+256 tokens, relative to the first recipe; every key and value is read from the cache, those of the same step
+too. Decode runs 32 steps after prompts of 128 tokens; the best of three.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from enginebay.export.stepping import Stepper, Stream
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 WINDOW, PROMPT, STEPS, REPEATS = 256, 128, 32, 3
-RECIPE = re.compile(r"([a-z0-9-]+?)(?::(\d+):(sym|asym))?(?:@([\d.]+))?")
+RECIPE = re.compile(r"([a-z0-9-]+?)(?::(\d+):(sym|asym))?(?:@([\d.]+))?(?:\+([a-z0-9]+))?")
 
 
 @dataclass(frozen=True)
 class Row:
     recipe: str
     megabytes: float
+    cache_bytes: float  # of a token
     perplexity: float
     ratio: float
     decode_1: float
@@ -45,13 +49,14 @@ class Row:
 def config_of(text: str) -> BuildConfig:
     match = RECIPE.fullmatch(text)
     if match is None:
-        raise SystemExit(f"recipe '{text}' is not NAME[:BLOCK:sym|asym][@BITS]")
-    name, block, sign, bits = match.groups()
+        raise SystemExit(f"recipe '{text}' is not NAME[:BLOCK:sym|asym][@BITS][+CACHE]")
+    name, block, sign, bits, cache = match.groups()
     return BuildConfig(
         quant=name,
         weight_block=int(block) if block else None,
         weight_symmetric=None if sign is None else sign == "sym",
         bits=float(bits) if bits else None,
+        kv_cache=cache or "auto",
     )
 
 
@@ -99,7 +104,7 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[Row] = []
     for text in options.recipes.split(","):
-        config, folder = config_of(text), options.engines / re.sub("[:@]", "-", text)
+        config, folder = config_of(text), options.engines / re.sub("[:@+]", "-", text)
         if not (folder / "manifest.json").exists():
             build_engine(options.exported, folder, config)
         manifest = EngineManifest.load(folder)
@@ -113,6 +118,7 @@ def main() -> int:
             Row(
                 text,
                 manifest.weight_bytes / 1e6,
+                sum(group.block_bytes / group.block_size for group in manifest.cache_groups),
                 value,
                 value / (rows[0].perplexity if rows else value),
                 decode_speed(engine, 1),
@@ -122,7 +128,8 @@ def main() -> int:
         if not options.json:
             row = rows[-1]
             print(
-                f"{row.recipe:24} {row.megabytes:7.1f} MB, perplexity {row.perplexity:.4f}, {row.ratio:.4f}, "
+                f"{row.recipe:24} {row.megabytes:7.1f} MB, {row.cache_bytes:.0f} bytes a token, "
+                f"perplexity {row.perplexity:.4f}, {row.ratio:.4f}, "
                 f"decode {row.decode_1:.1f} and {row.decode_16:.1f} tok/s",
                 flush=True,
             )
