@@ -69,7 +69,7 @@ Grid make_grid(const QuantLinearLayout& layout, const Tiles& tiles, unsigned thr
   if (threads > 1 || tiles.count > 1) {
     // A multiple of the panels that the widest kernels take at a time.
     const int rows = tiles.height(0);
-    const int64_t together = rows == 1 ? 4 : layout.integer || rows > 6 ? 2 : 3;
+    const int64_t together = layout.integer ? (rows <= 3 ? 1 : 2) : rows == 1 ? 4 : rows > 6 ? 2 : 3;
     int64_t panels = static_cast<int64_t>(task_ns / panel_ns);
     if (tiles.count > 1) panels = std::min(panels, static_cast<int64_t>(kCached / layout.panel_bytes));
     panels = std::max<int64_t>((panels + together - 1) / together, 1) * together;

@@ -31,6 +31,13 @@ inline __m512 broadcast_float(const uint8_t* value) {
   return _mm512_set1_ps(*reinterpret_cast<const float*>(value));
 }
 
+// Panels follow one another in memory but are read as two streams each, scales and values, too short for the
+// hardware to run ahead of. So lines are asked for in the order of memory, this far ahead of where a thread
+// reads: the time a few blocks take is then longer than memory's latency, and L2 has room for it.
+constexpr int kAhead = 12 << 10;
+
+inline void prefetch(const uint8_t* line) { _mm_prefetch(line, _MM_HINT_T1); }
+
 // The weights of 32 k of a panel, group of four k after group.
 template <Weights W>
 inline void unpack_32(const uint8_t* values, __m512i (&w)[8]) {
@@ -54,13 +61,12 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
   const QuantLinearLayout& layout = *task.layout;
   // Few rows leave registers to hold 16 times the high nibbles' dot apart: no shift, and a shorter chain.
   constexpr bool kApart = W != Weights::kI8 && R * P <= 4;
-  // Many rows per weight leave the hardware prefetcher too far behind; with few it does better alone.
-  constexpr bool kPrefetch = R >= 4;
   const size_t stride = task.panel_stride;
   const size_t values_bytes = block_values_bytes(layout);
   const Visit* visits = visits_of(task.x);
   const int64_t count = visit_count(task.x);
   const uint8_t* x = task.x + visits_bytes(layout);
+  const uint8_t* ahead = panel + kAhead;
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512 acc[R][P];
 #pragma GCC unroll 8
@@ -124,26 +130,29 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
         if constexpr (kApart) high_dot[r][p] = _mm512_setzero_si512();
       }
     }
-    int quarters = layout.block / 32;  // of 32 values of k
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p, ahead += 64) prefetch(ahead);  // the scales' share
+    int quarters = layout.block / 32;                          // of 32 values of k
     do {
       if constexpr (W == Weights::kI8) {
 #pragma GCC unroll 8
         for (int g = 0; g < 8; ++g) {
 #pragma GCC unroll 4
           for (int p = 0; p < P; ++p) {
-            if constexpr (kPrefetch) _mm_prefetch(values + p * stride + 64 * g + 1536, _MM_HINT_T0);
+            prefetch(ahead + 64 * (P * g + p));
             const __m512i w = load_weights(values + p * stride + 64 * g);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) dot[r][p] = dot4(dot[r][p], w, x + 4 * (R * g + r));
           }
         }
         values += 512;
+        ahead += 512 * P;
       } else {
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
 #pragma GCC unroll 4
           for (int p = 0; p < P; ++p) {
-            if constexpr (kPrefetch) _mm_prefetch(values + p * stride + 64 * g + 1536, _MM_HINT_T0);
+            prefetch(ahead + 64 * (P * g + p));
             const __m512i w = load_weights(values + p * stride + 64 * g);
             const __m512i low = _mm512_and_si512(w, nibble);
             const __m512i high =
@@ -158,6 +167,7 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
           }
         }
         values += 256;
+        ahead += 256 * P;
       }
       x += 32 * R;
     } while (--quarters > 0);
@@ -198,7 +208,8 @@ inline void integer_panels(const TileTask& task, const uint8_t* panel, int64_t c
 
 template <int R, Weights W>
 void integer_tile(const TileTask& task) {
-  constexpr int kPanels = R == 1 ? 4 : R <= 6 ? 2 : 1;
+  // With few rows memory is what a kernel waits for, and it is read best as one stream.
+  constexpr int kPanels = R <= 3 || R > 6 ? 1 : 2;
   int64_t p = 0;
   for (; p + kPanels <= task.panel_count; p += kPanels) {
     integer_panels<R, kPanels, W>(task, task.panels + static_cast<size_t>(p) * task.panel_stride, p * kPanel);
