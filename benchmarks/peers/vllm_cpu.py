@@ -30,13 +30,14 @@ def main() -> None:
     }
     from vllm import LLM, SamplingParams
 
-    largest = max(args.batch)
+    # Rounded up, so that other shapes find what was compiled; every prefill still fits one step.
+    largest, length = max(16, *args.batch), max(2048, args.prompt + args.new)
     engine = LLM(
         model=str(args.model),
         dtype="bfloat16",
-        max_model_len=args.prompt + args.new,
+        max_model_len=length,
         max_num_seqs=largest,
-        max_num_batched_tokens=max(2048, largest * args.prompt),  # prefill in one step
+        max_num_batched_tokens=max(2048, largest * args.prompt),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     ).llm_engine
