@@ -154,12 +154,17 @@ CACHE_CONVERT = Op(
 # Weight layouts of QuantLinear and Embedding: how N x K weights are stored, not which device packs them.
 WEIGHT_FORMATS = ("f32", "f16", "bf16", "f8", "i8", "i4")
 
+_LAYOUT = Attribute(
+    "layout", "", "name of the packed layout; a library whose own is another refuses it. Empty: not checked"
+)
+
 _PACKED = (
     Attribute("in_features", None, "K"),
     Attribute("out_features", None, "N"),
     Attribute("format", None, f"one of {', '.join(WEIGHT_FORMATS)}"),
     Attribute("block_size", 0, "weights along K that share a scale; 0 for f32, f16, bf16"),
     Attribute("symmetric", 1, "0: each block has a minimum beside its scale, w = scale*q + minimum"),
+    _LAYOUT,
 )
 
 QUANT_LINEAR = Op(
@@ -285,6 +290,7 @@ QUANT_MOE = Op(
             "block_size", 0, "weights along K that share a scale; 0: the float formats, or a whole row"
         ),
         Attribute("symmetric", 1, "0: each block has a minimum beside its scale, w = scale*q + minimum"),
+        _LAYOUT,
     ),
 )
 

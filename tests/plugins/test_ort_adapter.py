@@ -187,6 +187,20 @@ def test_quant_linear_and_embedding(library: KernelLibrary, name: str) -> None:
         session.run(None, {"input_ids": np.array([0, 40], np.int32), "weight": weight})
 
 
+def test_weights_of_another_layout_are_refused(library: KernelLibrary) -> None:
+    weight = packed_weights(library, "i4", np.random.default_rng())
+    attributes = {**PACKED, **FORMATS["i4"]}
+    own = library.linear_layout(rows=40, columns=64, format="i4", block_size=32, symmetric=False)
+    x = np.ones((2, 64), np.float32)
+    inputs = {"x": x, "weight": weight}
+    got = session_of("QuantLinear", inputs, {**attributes, "layout": own}).run(None, inputs)[0]
+    np.testing.assert_array_equal(got, session_of("QuantLinear", inputs, attributes).run(None, inputs)[0])
+    with pytest.raises(Exception, match=f"the_node.*packed as 'cuda-i4', this library takes '{own}'"):
+        session_of("QuantLinear", inputs, {**attributes, "layout": "cuda-i4"})
+    with pytest.raises(Exception, match="attribute layout is not a string"):
+        session_of("QuantLinear", inputs, {**attributes, "layout": 4})
+
+
 def test_elementwise(library: KernelLibrary) -> None:
     rng = np.random.default_rng()
     x, residual = rng.normal(size=(2, 7, 48)).astype(np.float32)

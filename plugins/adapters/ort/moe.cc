@@ -34,6 +34,9 @@ QuantMoe::QuantMoe(const OrtKernelInfo* info) {
   check(attributes, [this](const eb_context* context) {
     return eb_moe_expert_stride(context, &desc_, &gate_up_stride_, &down_stride_);
   });
+  check_layout(attributes,
+               {desc_.hidden, 2 * desc_.intermediate, desc_.format,
+                desc_.block_size == 0 ? desc_.hidden : desc_.block_size, desc_.symmetric, desc_.io_dtype});
 }
 
 OrtStatus* QuantMoe::check_shapes(const Tensor (&in)[kInputCount]) const {

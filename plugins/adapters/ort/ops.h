@@ -35,6 +35,9 @@ class PagedAttention {
   eb_paged_attention_desc desc_{};
 };
 
+// Throws where the graph says that the weights are in another layout than this library's.
+void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc);
+
 // The attributes and the packed weights that QuantLinear and Embedding have in common.
 class PackedWeights {
  protected:

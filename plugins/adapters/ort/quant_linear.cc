@@ -3,6 +3,15 @@
 
 namespace enginebay::ort {
 
+void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc) {
+  const std::optional<std::string> stated = attributes.text("layout");
+  if (!stated || stated->empty()) return;
+  const char* const own = eb_quant_linear_layout(&desc);
+  if (own != nullptr && *stated == own) return;
+  attributes.refuse("the weights are packed as '" + *stated + "', this library takes '" +
+                    (own == nullptr ? "" : own) + "'; build the engine for this library");
+}
+
 PackedWeights::PackedWeights(const char* op, const OrtKernelInfo* info) {
   const Attributes attributes(op, info);
   node_ = attributes.node();
@@ -14,6 +23,7 @@ PackedWeights::PackedWeights(const char* op, const OrtKernelInfo* info) {
   desc_.io_dtype = attributes.output_type(0);
   check(attributes,
         [this](const eb_context* context) { return eb_quant_linear_packed_bytes(context, &desc_, &bytes_); });
+  check_layout(attributes, desc_);
 }
 
 OrtStatus* PackedWeights::weights(Call& call, Tensor* tensor) const {
