@@ -27,7 +27,7 @@ MESSAGE_BYTES = 512
 
 STATUS_NAMES = {1: "invalid argument", 2: "unsupported", 3: "device error", 4: "internal error"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
-CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": 4, "int8": 5}
+CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": 4, "int8": 5, "uint8": 6}
 WEIGHT_FORMATS = {"f32": 1, "f16": 2, "bf16": 3, "f8": 4, "i8": 5, "i4": 6}
 ACTIVATIONS = {name: index for index, name in enumerate(ops.ACTIVATIONS)}
 
@@ -126,6 +126,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "eb_quant_linear_unpack": (c_void_p, c_size_t, c_void_p),
     "eb_quant_linear_workspace_size": (c_int64, POINTER(c_size_t)),
     "eb_quant_linear_run": (c_int64, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p, c_size_t),
+    "eb_quant_linear_kernels": (POINTER(c_char_p),),
     "eb_embedding_run": (c_int64, c_void_p, c_void_p, c_size_t, c_void_p),
     "eb_add_rms_norm_run": (c_int64, *[c_void_p] * 5),
     "eb_gated_activation_run": (c_int64, c_void_p, c_void_p),
@@ -228,6 +229,13 @@ class KernelLibrary:
         """Name and version of the packed layout, for the manifest."""
         desc = self._linear(columns, rows, format, block_size, symmetric)
         return str(self._library.eb_quant_linear_layout(byref(desc)).decode())
+
+    def linear_kernels(self, *, format: str, block_size: int, symmetric: bool) -> str:
+        """Which kernels an integer format's products run on here, as the library chose by measurement."""
+        desc = self._linear(max(block_size, 1), 1, format, block_size, symmetric)
+        text = c_char_p()
+        self.call("eb_quant_linear_kernels", byref(desc), byref(text))
+        return (text.value or b"").decode()
 
     def run_linear(
         self,

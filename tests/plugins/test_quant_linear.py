@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -242,12 +243,51 @@ def test_layout_names(library: KernelLibrary, fmt: Format) -> None:
         assert name == f"cpu-panel16-{fmt.kind}b{block}{'' if fmt.symmetric else 'm'}-v1"
 
 
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512vnni"])
+@pytest.mark.parametrize("fmt", INTEGERS, ids=str)
+def test_integer_kernels_agree_bit_for_bit(
+    library: KernelLibrary,
+    library_at: Callable[[str], KernelLibrary],
+    fmt: Format,
+    rng: np.random.Generator,
+) -> None:
+    """What lets a measurement choose among them. AMX's logic runs over a tile unit in plain C++."""
+    layer = make_layer(library, fmt, 83, 768, rng)
+    bias = rng.standard_normal(83).astype(np.float32)
+    for rows in (1, 7, 16, 17, 40):
+        x = rng.standard_normal((rows, 768)).astype(np.float32)
+        x[:, ::97] *= 30  # outliers
+        x[rows // 2, 3] = np.nan
+        expected = layer.run(library, x, bias).tobytes()
+        for level in ("avx2", "avx512vnni", "amx", "amx-emulated"):
+            try:
+                held_back = library_at(level)
+            except PluginError:  # not this processor's
+                continue
+            assert layer.run(held_back, x, bias).tobytes() == expected, (level, rows)
+
+
+def test_kernels_are_chosen_once_and_named(
+    library: KernelLibrary, library_at: Callable[[str], KernelLibrary]
+) -> None:
+    words = library.linear_kernels(format="i4", block_size=32, symmetric=False)
+    assert words == library.linear_kernels(format="i4", block_size=32, symmetric=False)
+    assert "not used" not in words  # every kernel of this processor gave the right answers
+    for level in ("baseline", "avx2", "amx-emulated"):
+        try:
+            forced = library_at(level)
+        except PluginError as error:
+            pytest.skip(f"not run here: {error}")
+        assert forced.linear_kernels(format="i8", block_size=128, symmetric=True) == level
+    with pytest.raises(PluginError, match="bfloat16 weights are not chosen"):
+        library.linear_kernels(format="bf16", block_size=0, symmetric=True)
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512vnni", "amx-emulated"])
 def test_suite_under_each_isa(level: str) -> None:
     """Every test above with the kernels of a lower ISA; one that this processor lacks is refused by name."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        [*command, "-k", "not suite_under_each_isa"],
+        [*command, "-k", "not each_isa and not bit_for_bit and not chosen_once"],
         env=os.environ | {"ENGINEBAY_ISA": level},
         capture_output=True,
         text=True,

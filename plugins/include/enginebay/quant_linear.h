@@ -10,8 +10,9 @@
  * The CPU library multiplies integer formats by rows of x quantised to int8 in the weights' blocks (at most
  * 128 wide), keeps scales as fp16 times a power of two per output feature (fp16 scales are reproduced
  * exactly), takes block sizes that are multiples of 32 and divide K, and computes in fp32 (io_dtype EB_F32).
- * Its kernels are chosen by CPUID, one file per ISA: baseline, AVX2, AVX-512 VNNI; the layout is the same for
- * all. Packed weights and the workspace start at a multiple of 16 bytes; 64 is faster. */
+ * Its kernels are one file per ISA (baseline, AVX2, AVX-512, VNNI, AMX) over one layout. CPUID says which can
+ * run; among those of integer formats a measurement decides. Packed weights and the workspace start at a
+ * multiple of 16 bytes; 64 is faster. */
 #ifndef ENGINEBAY_QUANT_LINEAR_H
 #define ENGINEBAY_QUANT_LINEAR_H
 
@@ -53,6 +54,10 @@ EB_API eb_status eb_quant_linear_workspace_size(const eb_context* context, const
 EB_API eb_status eb_quant_linear_run(const eb_context* context, const eb_quant_linear_desc* desc,
                                      int64_t rows, const void* x, const void* packed, size_t packed_bytes,
                                      const float* bias, void* y, void* workspace, size_t workspace_bytes);
+/* Which kernels products of this integer format run on here, in words, static storage: "amx for 16 rows,
+ * ...". EB_UNSUPPORTED for other formats. The CPU library chooses at the first product of a format. */
+EB_API eb_status eb_quant_linear_kernels(const eb_context* context, const eb_quant_linear_desc* desc,
+                                         const char** text);
 /* y[i] = W[ids[i]], [rows, K], what eb_quant_linear_unpack gives; an id outside [0, N) is an invalid
  * argument. */
 EB_API eb_status eb_embedding_run(const eb_context* context, const eb_quant_linear_desc* desc, int64_t rows,

@@ -32,7 +32,7 @@ bool amx_permitted() {
 
 CpuFeatures detect() {
   unsigned eax, ebx, ecx, edx, eax1 = 0, ecx1, edx1;
-  CpuFeatures features{Isa::kBaseline, false};
+  CpuFeatures features{};
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return features;
   const bool fma_f16c = (ecx & bit_FMA) && (ecx & bit_F16C);
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return features;
@@ -66,6 +66,12 @@ struct Choice {
     const char* value = std::getenv("ENGINEBAY_ISA");
     if (value == nullptr || *value == '\0') return;
     std::strncpy(wish, value, sizeof wish - 1);
+    features.forced = true;
+    if (std::strcmp(value, "amx-emulated") == 0) {
+      features.emulate_amx = true;
+      status = features.isa >= Isa::kAvx2 ? EB_OK : EB_UNSUPPORTED;
+      return;
+    }
     for (int level = 0; level <= static_cast<int>(Isa::kAmx); ++level) {
       if (std::strcmp(value, kNames[level]) != 0) continue;
       if (level > static_cast<int>(features.isa)) {
@@ -90,10 +96,10 @@ eb_status cpu_features(const eb_context* context, CpuFeatures* features) {
                 choice.has);
   }
   if (choice.status != EB_OK) {
-    return fail(
-        context, choice.status,
-        "ENGINEBAY_ISA=%s is not one of baseline, avx2, avx512, avx512vnni, amx; unset it or choose one",
-        choice.wish);
+    return fail(context, choice.status,
+                "ENGINEBAY_ISA=%s is not one of baseline, avx2, avx512, avx512vnni, amx, amx-emulated; unset "
+                "it or choose one",
+                choice.wish);
   }
   return EB_OK;
 }

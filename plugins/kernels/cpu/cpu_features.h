@@ -18,10 +18,12 @@ enum class Isa {
 struct CpuFeatures {
   Isa isa;
   bool avx512_bf16;  // with isa kAvx512Vnni or above
+  bool forced;       // ENGINEBAY_ISA asks for this level: nothing is to be chosen by measurement
+  bool emulate_amx;  // and for its tile unit in plain C++, with the other kernels of this processor
 };
 
-// Asks the processor and ENGINEBAY_ISA (baseline, avx2, avx512, avx512vnni, amx), once per process.
-// EB_INVALID_ARGUMENT for another value, EB_UNSUPPORTED for a level this processor does not have.
+// Asks the processor and ENGINEBAY_ISA (baseline, avx2, avx512, avx512vnni, amx, amx-emulated), once per
+// process. EB_INVALID_ARGUMENT for another value, EB_UNSUPPORTED for a level this processor does not have.
 eb_status cpu_features(const eb_context* context, CpuFeatures* features);
 
 }  // namespace enginebay

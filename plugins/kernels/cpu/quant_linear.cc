@@ -3,36 +3,39 @@
 
 #include "cpu_features.h"
 #include "parallel.h"
-#include "quant_linear_kernels.h"
+#include "quant_linear_choice.h"
 #include "status.h"
 
 namespace enginebay {
 namespace {
 
-eb_status choose_kernels(const eb_context* context, const QuantLinearKernels** kernels) {
+// How one product is computed.
+struct Kernels {
+  PrepareRows prepare;
+  TileKernel tile;
+  int tile_rows;
+  TileKernel f32 = nullptr;      // for weights after `widen`
+  WidenWeights widen = nullptr;  // NULL: weights are multiplied as they are stored
+};
+
+eb_status choose_kernels(const eb_context* context, const QuantLinearLayout& layout, int64_t rows,
+                         Kernels* kernels) {
+  if (layout.integer) {
+    const IntegerKernels* integer;
+    EB_RETURN_IF_ERROR(choose_integer(context, layout, rows, &integer));
+    *kernels = {integer->prepare, tile_kernel(*integer, layout), integer->tile_rows};
+    return EB_OK;
+  }
   CpuFeatures features;
   EB_RETURN_IF_ERROR(cpu_features(context, &features));
-  *kernels = features.isa >= Isa::kAvx512Vnni ? &kQuantLinearAvx512Vnni
-             : features.isa >= Isa::kAvx2     ? &kQuantLinearAvx2
-                                              : &kQuantLinearBaseline;
+  const QuantLinearKernels& table = features.isa >= Isa::kAvx512 ? kQuantLinearAvx512
+                                    : features.isa >= Isa::kAvx2 ? kQuantLinearAvx2
+                                                                 : kQuantLinearBaseline;
+  *kernels = {table.prepare_float, table.f32, kTileRows, table.f32};
+  if (layout.format == EB_F16) kernels->tile = table.f16, kernels->widen = table.widen_f16;
+  if (layout.format == EB_BF16) kernels->tile = table.bf16, kernels->widen = table.widen_bf16;
+  if (layout.format == EB_F8E4M3) kernels->tile = table.f8, kernels->widen = table.widen_f8;
   return EB_OK;
-}
-
-TileKernel choose_tile(const QuantLinearKernels& kernels, const QuantLinearLayout& layout) {
-  switch (layout.format) {
-    case EB_F32:
-      return kernels.f32;
-    case EB_F16:
-      return kernels.f16;
-    case EB_BF16:
-      return kernels.bf16;
-    case EB_F8E4M3:
-      return kernels.f8;
-    case EB_I8:
-      return kernels.i8;
-    default:
-      return layout.minimum ? kernels.i4_minimum : kernels.i4;
-  }
 }
 
 // M rows cut into tiles of nearly equal height.
@@ -40,9 +43,9 @@ struct Tiles {
   int64_t rows, count;
   size_t bytes;  // of the highest tile
 
-  Tiles(const QuantLinearLayout& layout, int64_t rows_of_x)
+  Tiles(const QuantLinearLayout& layout, int64_t rows_of_x, int most)
       : rows(rows_of_x),
-        count((rows_of_x + kTileRows - 1) / kTileRows),
+        count((rows_of_x + most - 1) / most),
         bytes(tile_bytes(layout, static_cast<int>((rows_of_x + count - 1) / count))) {}
 
   int64_t begin(int64_t tile) const { return tile * (rows / count) + std::min(tile, rows % count); }
@@ -90,10 +93,8 @@ struct Run {
   const QuantLinearLayout& layout;
   const Tiles& tiles;
   const Grid& grid;
-  TileKernel kernel;
-  TileKernel f32;      // for weights after `widen`
-  WidenWeights widen;  // NULL: weights are multiplied as they are stored
-  const uint8_t* x;    // prepared tiles
+  const Kernels& kernels;
+  const uint8_t* x;  // prepared tiles
   const uint8_t* packed;
   const float* bias;
   float* y;
@@ -103,12 +104,12 @@ struct Run {
     const int64_t run = static_cast<int64_t>(task) % grid.tile_groups;
     const int64_t panel = group * grid.panels, panel_end = std::min(panel + grid.panels, layout.panels);
     const int64_t tile = run * grid.tiles, tile_end = std::min(tile + grid.tiles, tiles.count);
-    if (layout.integer) return run_tiles(kernel, part_of(panel, panel_end), 0, tile, tile_end);
+    if (layout.integer) return run_tiles(kernels.tile, part_of(panel, panel_end), 0, tile, tile_end);
     for (int64_t k = 0; k < layout.in_features; k += chunk()) {
-      if (widen != nullptr && tile_end - tile >= kWidenTiles) {
+      if (kernels.widen != nullptr && tile_end - tile >= kWidenTiles) {
         run_widened(k, panel, panel_end, tile, tile_end);
       } else {
-        run_tiles(kernel, chunk_of(part_of(panel, panel_end), k), k, tile, tile_end);
+        run_tiles(kernels.tile, chunk_of(part_of(panel, panel_end), k), k, tile, tile_end);
       }
     }
   }
@@ -163,21 +164,14 @@ struct Run {
       TileTask part = chunk_of(part_of(p, std::min(p + kPanels, panel_end)), k);
       const int64_t weights = part.depth * kPanel;
       for (int64_t i = 0; i < part.panel_count; ++i) {
-        widen(part.panels + static_cast<size_t>(i) * part.panel_stride, weights, wide + i * weights);
+        kernels.widen(part.panels + static_cast<size_t>(i) * part.panel_stride, weights, wide + i * weights);
       }
       part.panels = reinterpret_cast<const uint8_t*>(wide);
       part.panel_stride = static_cast<size_t>(weights) * sizeof(float);
-      run_tiles(f32, part, k, tile, tile_end);
+      run_tiles(kernels.f32, part, k, tile, tile_end);
     }
   }
 };
-
-WidenWeights choose_widen(const QuantLinearKernels& kernels, const QuantLinearLayout& layout) {
-  return layout.format == EB_F16      ? kernels.widen_f16
-         : layout.format == EB_BF16   ? kernels.widen_bf16
-         : layout.format == EB_F8E4M3 ? kernels.widen_f8
-                                      : nullptr;
-}
 
 eb_status check_rows(const eb_context* context, int64_t rows) {
   if (rows >= 0) return EB_OK;
@@ -186,8 +180,12 @@ eb_status check_rows(const eb_context* context, int64_t rows) {
 
 size_t workspace_bytes_of(const QuantLinearLayout& layout, int64_t rows) {
   if (rows == 0) return 0;
-  const Tiles tiles(layout, rows);
-  return tiles.bytes * static_cast<size_t>(tiles.count);
+  size_t most = 0;  // whichever kernels are chosen
+  for (const int tile_rows : {kTileRows, layout.integer ? kMostTileRows : kTileRows}) {
+    const Tiles tiles(layout, rows, tile_rows);
+    most = std::max(most, tiles.bytes * static_cast<size_t>(tiles.count));
+  }
+  return most;
 }
 
 eb_status check_workspace(const eb_context* context, size_t needed, const void* workspace, size_t bytes) {
@@ -231,29 +229,27 @@ extern "C" eb_status eb_quant_linear_run(const eb_context* context, const eb_qua
   EB_RETURN_IF_ERROR(check_pointer(context, "y", y, alignof(float)));
   if (bias != nullptr) EB_RETURN_IF_ERROR(check_pointer(context, "bias", bias, alignof(float)));
   EB_RETURN_IF_ERROR(check_workspace(context, workspace_bytes_of(layout, rows), workspace, workspace_bytes));
-  const QuantLinearKernels* kernels;
-  EB_RETURN_IF_ERROR(choose_kernels(context, &kernels));
+  Kernels kernels;
+  EB_RETURN_IF_ERROR(choose_kernels(context, layout, rows, &kernels));
 
-  const Tiles tiles(layout, rows);
+  const Tiles tiles(layout, rows, kernels.tile_rows);
   uint8_t* prepared = static_cast<uint8_t*>(workspace);
-  const PrepareRows prepare = layout.integer ? kernels->prepare_integer : kernels->prepare_float;
   constexpr int64_t kPrepareAtOnce = 16384;  // values of x, some 5 us
   const int64_t tile_values = tiles.height(0) * layout.in_features;
   const int64_t step = std::max<int64_t>(kPrepareAtOnce / tile_values, 1);  // tiles of a task
   parallel_for(context, static_cast<size_t>((tiles.count + step - 1) / step), [&](size_t task) {
     const int64_t begin = static_cast<int64_t>(task) * step, end = std::min(begin + step, tiles.count);
     for (int64_t tile = begin; tile < end; ++tile) {
-      prepare(layout, static_cast<const float*>(x) + tiles.begin(tile) * layout.in_features,
-              tiles.height(tile), prepared + static_cast<size_t>(tile) * tiles.bytes);
+      kernels.prepare(layout, static_cast<const float*>(x) + tiles.begin(tile) * layout.in_features,
+                      tiles.height(tile), prepared + static_cast<size_t>(tile) * tiles.bytes);
     }
   });
 
   const Grid grid = make_grid(layout, tiles, thread_count(context));
-  const Run run{layout,       tiles,
-                grid,         choose_tile(*kernels, layout),
-                kernels->f32, choose_widen(*kernels, layout),
-                prepared,     static_cast<const uint8_t*>(packed),
-                bias,         static_cast<float*>(y)};
+  const Run run{layout,   tiles,
+                grid,     kernels,
+                prepared, static_cast<const uint8_t*>(packed),
+                bias,     static_cast<float*>(y)};
   parallel_for(context, static_cast<size_t>(grid.panel_groups * grid.tile_groups), run);
   return EB_OK;
 }

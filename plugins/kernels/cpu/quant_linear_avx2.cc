@@ -205,11 +205,13 @@ void widen(const uint8_t* weights, int64_t count, float* out) {
 
 struct Ymm {
   static float sum_squares(const float* x, int64_t count) {
-    __m256 sum = _mm256_setzero_ps();
-    for (int64_t i = 0; i < count; i += 8) {  // K is a multiple of 32
-      const __m256 value = _mm256_loadu_ps(x + i);
-      sum = _mm256_fmadd_ps(value, value, sum);
+    __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16) {  // K is a multiple of 32
+      const __m256 left = _mm256_loadu_ps(x + i), right = _mm256_loadu_ps(x + i + 8);
+      low = _mm256_fmadd_ps(left, left, low);
+      high = _mm256_fmadd_ps(right, right, high);
     }
+    const __m256 sum = _mm256_add_ps(low, high);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
@@ -248,10 +250,6 @@ struct Ymm {
   }
 };
 
-void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
-  IntegerRows<Ymm>{layout, rows, tile}.prepare(x);
-}
-
 // out[k][r] = rows[r][k] for eight rows and eight k.
 inline void transpose_8x8(const float* x, int64_t features, float* out) {
   __m256 a[8], b[8];
@@ -274,6 +272,14 @@ inline void transpose_8x8(const float* x, int64_t features, float* out) {
 
 }  // namespace
 
+void prepare_integer_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  IntegerRows<Ymm>{layout, rows, tile}.prepare(x);
+}
+
+void prepare_by_row_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  IntegerRows<Ymm>{layout, rows, tile, true}.prepare(x);
+}
+
 void prepare_float_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
   const int64_t features = layout.in_features;
   if (rows != 8) return prepare_float_baseline(layout, x, rows, tile);
@@ -286,9 +292,17 @@ void prepare_float_avx2(const QuantLinearLayout& layout, const float* x, int row
 }
 
 const QuantLinearKernels kQuantLinearAvx2 = {
-    prepare_float_avx2,        prepare_integer,      tile<Weights::kF32>,   tile<Weights::kF16>,
-    tile<Weights::kBf16>,      tile<Weights::kF8>,   tile<Weights::kI8>,    tile<Weights::kI4>,
-    tile<Weights::kI4Minimum>, widen<Weights::kF16>, widen<Weights::kBf16>, widen<Weights::kF8>,
+    prepare_float_avx2, tile<Weights::kF32>,  tile<Weights::kF16>,   tile<Weights::kBf16>,
+    tile<Weights::kF8>, widen<Weights::kF16>, widen<Weights::kBf16>, widen<Weights::kF8>,
+};
+
+const IntegerKernels kIntegerAvx2 = {
+    "avx2",
+    kTileRows,
+    prepare_integer_avx2,
+    tile<Weights::kI8>,
+    tile<Weights::kI4>,
+    tile<Weights::kI4Minimum>,
 };
 
 }  // namespace enginebay

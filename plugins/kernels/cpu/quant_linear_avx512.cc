@@ -146,23 +146,19 @@ struct Zmm {
 
 }  // namespace
 
-void tile_f32_avx512(const TileTask& task) { float_tile_of<Weights::kF32>(task); }
-void tile_f16_avx512(const TileTask& task) { float_tile_of<Weights::kF16>(task); }
-void tile_bf16_avx512(const TileTask& task) { float_tile_of<Weights::kBf16>(task); }
-void tile_f8_avx512(const TileTask& task) { float_tile_of<Weights::kF8>(task); }
-
-void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out) {
-  widen<Weights::kF16>(weights, count, out);
-}
-void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out) {
-  widen<Weights::kBf16>(weights, count, out);
-}
-void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out) {
-  widen<Weights::kF8>(weights, count, out);
-}
-
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
   IntegerRows<Zmm>{layout, rows, tile}.prepare(x);
 }
+
+void prepare_by_row_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile) {
+  IntegerRows<Zmm>{layout, rows, tile, true}.prepare(x);
+}
+
+const QuantLinearKernels kQuantLinearAvx512 = {
+    prepare_float_avx2,           float_tile_of<Weights::kF32>,
+    float_tile_of<Weights::kF16>, float_tile_of<Weights::kBf16>,
+    float_tile_of<Weights::kF8>,  widen<Weights::kF16>,
+    widen<Weights::kBf16>,        widen<Weights::kF8>,
+};
 
 }  // namespace enginebay

@@ -230,19 +230,13 @@ void integer_tile_of(const TileTask& task) {
 
 }  // namespace
 
-const QuantLinearKernels kQuantLinearAvx512Vnni = {
-    prepare_float_avx2,
+const IntegerKernels kIntegerAvx512Vnni = {
+    "avx512vnni",
+    kTileRows,
     prepare_integer_avx512,
-    tile_f32_avx512,
-    tile_f16_avx512,
-    tile_bf16_avx512,
-    tile_f8_avx512,
     integer_tile_of<Weights::kI8>,
     integer_tile_of<Weights::kI4>,
     integer_tile_of<Weights::kI4Minimum>,
-    widen_f16_avx512,
-    widen_bf16_avx512,
-    widen_f8_avx512,
 };
 
 }  // namespace enginebay

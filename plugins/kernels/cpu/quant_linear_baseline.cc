@@ -182,9 +182,12 @@ void prepare_integer(const QuantLinearLayout& layout, const float* x, int rows, 
 }  // namespace
 
 const QuantLinearKernels kQuantLinearBaseline = {
-    prepare_float_baseline, prepare_integer, float_tile<F32>,     float_tile<F16>,
-    float_tile<Bf16>,       float_tile<F8>,  integer_tile<false>, integer_tile<false>,
-    integer_tile<true>,     widen<F16>,      widen<Bf16>,         widen<F8>,
+    prepare_float_baseline, float_tile<F32>, float_tile<F16>, float_tile<Bf16>,
+    float_tile<F8>,         widen<F16>,      widen<Bf16>,     widen<F8>,
+};
+
+const IntegerKernels kIntegerBaseline = {
+    "baseline", kTileRows, prepare_integer, integer_tile<false>, integer_tile<false>, integer_tile<true>,
 };
 
 }  // namespace enginebay

@@ -8,8 +8,6 @@
 // Float formats, chunk of K after chunk (f8: a chunk is a block):
 //   partial = fma(x, w, partial) along the chunk; y = y + partial, or fma(scale, partial, y) for f8
 // and then y = y (+ bias). The baseline table multiplies and adds where the others fuse.
-//
-// A new ISA (AMX) is one more file with one more table, and a line in quant_linear.cc.
 #ifndef ENGINEBAY_QUANT_LINEAR_KERNELS_H
 #define ENGINEBAY_QUANT_LINEAR_KERNELS_H
 
@@ -45,10 +43,24 @@ using TileKernel = void (*)(const TileTask& task);
 using WidenWeights = void (*)(const uint8_t* weights, int64_t count, float* out);
 
 struct QuantLinearKernels {
-  PrepareRows prepare_float, prepare_integer;
-  TileKernel f32, f16, bf16, f8, i8, i4, i4_minimum;
+  PrepareRows prepare_float;
+  TileKernel f32, f16, bf16, f8;
   WidenWeights widen_f16, widen_bf16, widen_f8;  // the same values as those kernels multiply by
 };
+
+// Integer formats have tables of their own, since several may run on one processor (quant_linear_choice.h).
+// They give the same bits: but for the baseline one, which does not fuse, and as long as rows were prepared
+// for the same ISA.
+struct IntegerKernels {
+  const char* name;
+  int tile_rows;  // R at most
+  PrepareRows prepare;
+  TileKernel i8, i4, i4_minimum;
+};
+
+static inline TileKernel tile_kernel(const IntegerKernels& kernels, const QuantLinearLayout& layout) {
+  return layout.format == EB_I8 ? kernels.i8 : layout.minimum ? kernels.i4_minimum : kernels.i4;
+}
 
 // The bits of an E4M3 number, moved to where fp16 has its fields, are 2^-8 of it as fp16: kernels multiply by
 // that and scales make up for it.
@@ -70,17 +82,15 @@ static inline size_t block_values_bytes(const QuantLinearLayout& layout) {
 }
 static inline size_t block_scales_bytes(const QuantLinearLayout& layout) { return layout.minimum ? 64 : 32; }
 
-extern const QuantLinearKernels kQuantLinearBaseline, kQuantLinearAvx2, kQuantLinearAvx512Vnni;
+extern const QuantLinearKernels kQuantLinearBaseline, kQuantLinearAvx2, kQuantLinearAvx512;
+extern const IntegerKernels kIntegerBaseline, kIntegerAvx2, kIntegerAvx512Vnni, kIntegerAmx;
+extern const IntegerKernels kIntegerEmulated;  // the logic of kIntegerAmx for any processor with AVX2, slowly
 
-// Parts of kQuantLinearAvx512Vnni that need no VNNI.
+// Rows to int8, by groups of four codes, or row by row for tile units.
+void prepare_integer_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
+void prepare_by_row_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
+void prepare_by_row_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 void prepare_integer_avx512(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
-void tile_f32_avx512(const TileTask& task);
-void tile_f16_avx512(const TileTask& task);
-void tile_bf16_avx512(const TileTask& task);
-void tile_f8_avx512(const TileTask& task);
-void widen_f16_avx512(const uint8_t* weights, int64_t count, float* out);
-void widen_bf16_avx512(const uint8_t* weights, int64_t count, float* out);
-void widen_f8_avx512(const uint8_t* weights, int64_t count, float* out);
 void prepare_float_avx2(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 void prepare_float_baseline(const QuantLinearLayout& layout, const float* x, int rows, uint8_t* tile);
 

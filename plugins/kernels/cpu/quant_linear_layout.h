@@ -16,14 +16,14 @@
 // scales that were fp16 stay exact and others are rounded to fp16's 11 bits. Regions and panels start on 64
 // bytes.
 //
-// Rows of x are cut into tiles of R <= 8 rows:
+// Rows of x are cut into tiles of R rows, 8 at most or what the kernel takes:
 //
 //   float formats   x [K][R] fp32
 //   i8, i4          visits: their count, then a Visit for each; from the next 64 bytes on, for each visit
-//                   { q [A/4][R][4] int8, scale [R] fp32, term [R] }, x = scale*q, summed over a block's
-//                   visits (one or two, quant_linear_prepare.h), where term is the fp32 scale*sum(q) for the
-//                   minimum, or the int32 -8*sum(q) (i4) or -128*sum(q) (i8) that turns the stored unsigned
-//                   weights into signed ones
+//                   { q [A/4][R][4] int8 (for tile units: [R][A]), scale [R] fp32, term [R] }, x = scale*q,
+//                   summed over a block's visits (one or two, quant_linear_prepare.h), where term is the fp32
+//                   scale*sum(q) for the minimum, or the int32 -8*sum(q) (i4) or -128*sum(q) (i8) that turns
+//                   the stored unsigned weights into signed ones
 #ifndef ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 #define ENGINEBAY_QUANT_LINEAR_LAYOUT_H
 
@@ -36,6 +36,8 @@ namespace enginebay {
 
 constexpr int kPanel = 16;                // output features of a panel
 constexpr int kTileRows = 8;              // rows of x a kernel works on at a time
+constexpr int kMostTileRows = 16;         // those of a tile unit
+constexpr int kLargestBlock = 128;        // A of integer formats
 constexpr size_t kAlignment = 64;         // of panels and tiles within their buffers
 constexpr size_t kPointerAlignment = 16;  // of the buffers themselves; 64 is faster
 

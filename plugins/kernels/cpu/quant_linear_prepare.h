@@ -18,22 +18,21 @@ namespace enginebay {
 
 // On SmolLM2 an eighth of the blocks; KL(fp32 || int8 rows) falls from 4e-3 to 5e-4.
 constexpr float kOutlier = 5.0f;
-constexpr int kLargestBlock = 128;
 
 // Vector gives, for an ISA:
-//   float sum_squares(const float* x, int64_t count)
-//   float largest(const float* x, int count)      magnitude; NaN or infinity if there is one
-//   int quantise(const float* x, int count, float inverse, float scale, uint8_t* out, size_t stride, float*
-//   rest)
+//   float sum_squares(const float* x, int64_t count)   with 16 chains, fused: the same bits for AVX2 and
+//   AVX-512 float largest(const float* x, int count)      magnitude; NaN or infinity if there is one int
+//   quantise(const float* x, int count, float inverse, float scale, uint8_t* out, size_t stride, float* rest)
 //       q = round-to-even(x*inverse) four at a time to out, out+stride, …; rest = x - scale*q; returns sum(q)
 template <class Vector>
 struct IntegerRows {
   const QuantLinearLayout& layout;
   const int rows;
   uint8_t* const tile;
+  const bool by_row = false;  // a row's codes of a block lie together
 
   void prepare(const float* x) const {
-    float limit[kTileRows];
+    float limit[kMostTileRows];
     for (int r = 0; r < rows; ++r) {
       const float* row = x + r * layout.in_features;
       const float mean =
@@ -46,7 +45,7 @@ struct IntegerRows {
     int32_t count = 0;
     for (int64_t b = 0; b < layout.blocks; ++b) {
       const float* from = x + b * layout.block;
-      float largest[kTileRows];
+      float largest[kMostTileRows];
       uint32_t again = 0;
       for (int r = 0; r < rows; ++r) {
         largest[r] = Vector::largest(from + r * layout.in_features, layout.block);
@@ -72,14 +71,15 @@ struct IntegerRows {
   void put(const float* from, float largest, int r, uint8_t* visit, float* rest) const {
     const bool finite = std::isfinite(largest), zero = !finite || largest < kSmallest;
     const float scale = zero ? 0.0f : largest / 127.0f;
+    const size_t stride = by_row ? 4 : static_cast<size_t>(4 * rows);
+    uint8_t* const codes = visit + (by_row ? r * layout.block : 4 * r);
     int total = 0;
     if (zero) {
       for (int i = 0; i < layout.block; i += 4)
-        std::memset(visit + static_cast<size_t>(i * rows + 4 * r), 0, 4);
+        std::memset(codes + static_cast<size_t>(i / 4) * stride, 0, 4);
       std::memset(rest, 0, static_cast<size_t>(layout.block) * sizeof(float));
     } else {
-      total = Vector::quantise(from, layout.block, 127.0f / largest, scale, visit + 4 * r,
-                               static_cast<size_t>(4 * rows), rest);
+      total = Vector::quantise(from, layout.block, 127.0f / largest, scale, codes, stride, rest);
     }
     float* scales = reinterpret_cast<float*>(visit + static_cast<size_t>(rows * layout.block));
     scales[r] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
