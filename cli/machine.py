@@ -67,6 +67,22 @@ def plugin_library() -> Finding:
     return Finding("plugin library", True, str(library.path), "ort-cpu")
 
 
+def cpu_kernels() -> Finding:
+    """What the library's measurement chose, "not used" included; some milliseconds of arithmetic."""
+    from enginebay.plugins.load import KernelLibrary
+
+    try:
+        library = KernelLibrary()
+        chosen = {
+            "int4": library.linear_kernels(format="i4", block_size=32, symmetric=False),
+            "int8": library.linear_kernels(format="i8", block_size=128, symmetric=True),
+        }
+    except (OSError, ValueError, RuntimeError) as error:
+        return Finding("CPU kernels", ok=False, detail=str(error), needed_for="ort-cpu", fix="make plugins")
+    detail = "; ".join(f"{kind}: {words}" for kind, words in chosen.items())
+    return Finding("CPU kernels", ok=True, detail=detail, needed_for="ort-cpu")
+
+
 def triton_server() -> Finding:
     from enginebay.triton_repo.install import find_server
 
@@ -110,6 +126,7 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     memory,
     compiler,
     plugin_library,
+    cpu_kernels,
     lambda: package("numpy", "numpy", "everything", "pip install -c constraints.txt numpy"),
     lambda: package("onnxruntime", "onnxruntime", "ort-cpu", "pip install onnxruntime"),
     lambda: package("onnx", "onnx", "export, build", "pip install 'enginebay[build]'"),

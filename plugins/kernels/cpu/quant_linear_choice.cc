@@ -138,6 +138,9 @@ struct Choice {
         kernels[c] = candidates[i];
         best = time;
       }
+    }
+    if (std::equal(kernels + 1, kernels + kClasses, kernels)) return say("%s", kernels[0]->name);
+    for (int c = 0; c < kClasses; ++c) {
       say("%s%s for %d", c > 0 ? ", " : "", kernels[c]->name, static_cast<int>(kRows[c]));
     }
     say(" rows of x");
