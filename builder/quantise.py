@@ -12,7 +12,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from enginebay.builder.config import BuildConfig
 from enginebay.builder.exported import ExportedModel, read_exported
 from enginebay.builder.quant.cache import CacheFormat
-from enginebay.builder.quant.cache_scales import Scales, StoredCaches, find_scales
+from enginebay.builder.quant.cache_scales import Scales, StoredCaches, find_scales, stored_scales
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
 from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
@@ -66,13 +66,23 @@ def quantise(
         calibrated = calibrate(source.model, recipe, batch, scratch, progress)
         result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
     if cache.scaled:
-        few = replace(config.calibration, sequences=min(CACHE_SEQUENCES, config.calibration.sequences))
-        batch = calibration_batch(source.folder, vocab, few)
-        weights = quantised_weights(result.quantizer, result.recipe)
-        result = replace(result, cache_scales=find_scales(source.model.graph, batch, weights, cache))
+        result = replace(result, cache_scales=_cache_scales(source, result, cache, config))
     if config.evaluate:
         result = replace(result, error=_evaluate(source, result, cache, config))
     return result
+
+
+def _cache_scales(
+    source: ExportedModel, quantised: Quantised, cache: CacheFormat, config: BuildConfig
+) -> Scales:
+    """The checkpoint's where it has them, calibrated on a part of the sequences for the other layers."""
+    stored = stored_scales(source.spec, cache)
+    if len(stored) == len(source.spec.layers):
+        return stored
+    few = replace(config.calibration, sequences=min(CACHE_SEQUENCES, config.calibration.sequences))
+    batch = calibration_batch(source.folder, source.spec.vocab_size, few)
+    weights = quantised_weights(quantised.quantizer, quantised.recipe)
+    return {**find_scales(source.model.graph, batch, weights, cache), **stored}
 
 
 def _evaluate(

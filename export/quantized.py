@@ -30,11 +30,8 @@ from enginebay.export.packed import (
 from enginebay.export.pieces import Computed, Piece
 
 FP8_GROUP = 32  # what every target takes as a group along K
-# Scales of caches and of activations: a 16-bit cache and activations rounded as they come use neither.
+# Scales of activations, which are rounded as they come. Those of caches: cache_scales.py.
 _UNUSED_SCALES = (
-    ".k_scale",
-    ".v_scale",
-    ".kv_scale",
     ".q_scale",
     ".input_scale",
     ".output_scale",
@@ -256,8 +253,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def unused_scales(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Scales of caches and activations, which engines with a 16-bit cache do not use; checked all the
-    same."""
+    """Scales of activations, which no engine uses; checked all the same."""
     names = tuple(name for name in sorted(checkpoint.tensors) if name.endswith(_UNUSED_SCALES))
     for name in names:
         check_scales(to_floats(read_array(checkpoint.tensors[name])).reshape(-1), name)

@@ -194,6 +194,15 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
+class CacheScales:
+    """What the checkpoint divides a layer's keys and values by for an FP8 cache: one scale, or one a head."""
+
+    layer: int
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder. Logits = softcap(logits_scale · head(final_norm(x))); embeddings are multiplied by
     `embedding_scale`.
@@ -218,6 +227,7 @@ class ModelSpec:
     position_offset: int = 0
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
+    cache_scales: tuple[CacheScales, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from enginebay.export.cache_scales import read_cache_scales
 from enginebay.export.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo
 from enginebay.export.errors import CheckpointError
 from enginebay.export.families.base import Family
@@ -96,8 +97,10 @@ def plan_weights(
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors that its config requires: {_some(missing)}"
         )
+    cache_scales, names = read_cache_scales(checkpoint, spec)
+    spec = replace(spec, cache_scales=cache_scales)
     unused = () if scheme is None else unused_scales(checkpoint)
-    consumed.update(unused)
+    consumed.update((*names, *unused))
     ignored = (*_account_for_extras(spec, family, checkpoint, consumed), *unused)
     if scheme is not None:
         notes = (*notes, *scheme_notes(scheme, checkpoint))

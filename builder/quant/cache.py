@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -20,22 +19,22 @@ class CacheFormat:
     name      what --kv-cache says
     dtype     as the manifest names it; the pool's elements, but int4's are bytes of two codes
     element   of the pool in the graph
-    scales    what shares a scale: a head, a channel of a head; none: floats, and rows that hold their own
-    largest   code
-    headroom  factor on the largest value that calibration saw
+    largest   code of a format with calibrated scales, one for each channel of a head; 0: no such scales
+    headroom  how many times the largest value that calibration saw a scale reaches, at least
+    choices   scales in the octave from there on to choose from, by the squares of what rounding changes
     """
 
     name: str
     summary: str
     dtype: str
     element: ir.DataType
-    scales: Literal["none", "head", "channel"] = "none"
     largest: float = 0.0
     headroom: float = 1.0
+    choices: int = 1
 
     @property
     def scaled(self) -> bool:
-        return self.scales != "none"
+        return self.largest > 0
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a block in elements of the pool; `shape` is that of its values.
@@ -55,9 +54,8 @@ class CacheFormat:
             raise QuantizationError(f"kv cache {self.name}: {error}") from None
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """[2, Hkv], [2, Hkv, D] or, without scales, []; `shape` is that of a block's values."""
-        lengths = {"none": 0, "head": 1, "channel": 2}
-        return (shape[0], *shape[2:])[: lengths[self.scales] + 1] if self.scaled else ()
+        """[2, Hkv, D], or [] without scales; `shape` is that of a block's values."""
+        return (shape[0], *shape[2:]) if self.scaled else ()
 
 
 CACHES: dict[str, CacheFormat] = {
@@ -68,14 +66,15 @@ CACHES: dict[str, CacheFormat] = {
         CacheFormat("bf16", "bfloat16", "bfloat16", ir.DataType.BFLOAT16),
         CacheFormat(
             *("int8", "int8, a calibrated scale for each channel of a head", "int8", ir.DataType.INT8),
-            scales="channel",
             largest=127.0,
             headroom=1.1,
         ),
         CacheFormat(
-            *("fp8", "E4M3, a calibrated scale for each head", "float8e4m3fn", ir.DataType.FLOAT8E4M3FN),
-            scales="head",
+            *("fp8", "E4M3, a calibrated scale for each channel of a head", "float8e4m3fn"),
+            ir.DataType.FLOAT8E4M3FN,
             largest=448.0,
+            headroom=2.0,
+            choices=16,
         ),
         CacheFormat(
             "int4",

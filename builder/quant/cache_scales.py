@@ -1,4 +1,4 @@
-"""Scales of 8-bit caches, found by calibration.
+"""Scales of 8-bit caches: found by calibration, or for E4M3 what the checkpoint brought along.
 
 stored = value / scale, where a scale is the largest value over the largest code, fixed when the engine is
 built. The values are keys and values as a cache holds them: after norms and RoPE.
@@ -20,6 +20,7 @@ from enginebay.builder.quant.cache import CacheFormat
 from enginebay.builder.quant.evaluate import Logits, WeightsOf
 from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import Batch, FloatCaches
+from enginebay.export.spec import ModelSpec
 from enginebay.plugins import ops
 
 Array = NDArray[Any]
@@ -56,44 +57,75 @@ def find_scales(graph: ir.Graph, batch: Batch, weights: WeightsOf, cache: CacheF
     QuantizationError for a graph that the interpreter cannot run, and naming the layer whose keys or values
     are not finite.
     """
-    seen = _Largest(graph)
-    Logits(graph, batch, weights, seen)
-    return {name: _scales(largest, cache) for name, largest in seen.largest.items()}
+    filled = _Filled(graph, cache)
+    Logits(graph, batch, weights, filled)
+    return filled.scales
 
 
-class _Largest(FloatCaches):
-    """Notes the largest magnitude of every channel, float32 [2, Hkv, D] by the cache's name.
+def stored_scales(spec: ModelSpec, cache: CacheFormat) -> Scales:
+    """The checkpoint's own scales, which are for E4M3, of the layers that have any."""
+    if cache.dtype != "float8e4m3fn":
+        return {}
+    scales = {}
+    for each in spec.cache_scales:
+        group = spec.cache_groups[spec.group_of(each.layer)]
+        shape = cache.scale_shape(group.block_shape(1))
+        parts = [np.broadcast_to(np.asarray(part)[:, None], shape[1:]) for part in (each.keys, each.values)]
+        scales[f"cache.{each.layer}"] = np.stack(parts).astype(np.float32)
+    return scales
 
-    Of key channels that RoPE turns into each other it is the length of the pair: what one of them holds the
-    other may hold at another position.
-    """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.largest: dict[str, Float32] = {}
+class _Filled(FloatCaches):
+    """Chooses a layer's scales as soon as its pool is filled."""
+
+    def __init__(self, graph: ir.Graph, cache: CacheFormat) -> None:
+        self.scales: dict[str, Float32] = {}
+        self._cache = cache
         self._nodes = {
-            cache.name: node
+            value.name: node
             for node in graph
             if node.domain == ops.DOMAIN and node.op_type == ops.PAGED_ATTENTION.name
-            if (cache := _input(node, "cache")) is not None
+            if (value := _input(node, "cache")) is not None
         }
 
     def written(self, name: str, pool: Array) -> None:
         node = self._nodes[name]
-        largest: Float32 = np.abs(pool).max(axis=(0, 2))
-        first, second = _turned(node)
-        lengths = np.hypot(pool[:, 0, :, :, first], pool[:, 0, :, :, second])  # [pairs, blocks, slots, Hkv]
-        largest[0][:, first] = largest[0][:, second] = lengths.max(axis=(1, 2)).T
+        largest = _largest(node, pool)
         if not np.isfinite(largest).all():
             raise QuantizationError(f"{node.name}: its keys or values in calibration are not finite")
-        self.largest[name] = largest
+        heads = largest.max(axis=-1, keepdims=True)
+        reach = np.maximum(largest, FLOOR * np.where(heads == 0, 1, heads))
+        base = (reach * (self._cache.headroom / self._cache.largest)).astype(np.float32)
+        self.scales[name] = base if self._cache.choices == 1 else _closest(pool, base, self._cache)
 
 
-def _scales(largest: Float32, cache: CacheFormat) -> Float32:
-    """[2, Hkv, D] of largest magnitudes to what CacheFormat.scale_shape says."""
-    heads = largest.max(axis=-1, keepdims=True)
-    heads[heads == 0] = 1
-    scales = np.maximum(largest, FLOOR * heads) if cache.scales == "channel" else heads[..., 0]
-    return (scales * (cache.headroom / cache.largest)).astype(np.float32)
+def _largest(node: ir.Node, pool: Array) -> Float32:
+    """Largest magnitude of every channel, [2, Hkv, D].
+
+    Of key channels that RoPE turns into each other it is the length of the pair: what one of them holds the
+    other may hold at another position.
+    """
+    largest: Float32 = np.abs(pool).max(axis=(0, 2))
+    first, second = _turned(node)
+    lengths = np.hypot(pool[:, 0, :, :, first], pool[:, 0, :, :, second])  # [pairs, blocks, slots, Hkv]
+    largest[0][:, first] = largest[0][:, second] = lengths.max(axis=(1, 2)).T
+    return largest
+
+
+def _closest(pool: Array, base: Float32, cache: CacheFormat) -> Float32:
+    """Of the scales from `base` [2, Hkv, D] to its double those whose rounding changes the values least.
+
+    A channel whose values lie close together, as those of keys do where RoPE turns slowly, is best put just
+    below a power of two.
+    """
+    best, least = base, np.full(base.shape, np.inf)
+    for choice in range(cache.choices):
+        scales = base * np.float32(2 ** (choice / cache.choices))
+        wide = scales[:, None]
+        changes = (pool / wide).astype(_ELEMENTS[cache.dtype]).astype(np.float32) * wide - pool
+        squares = np.einsum("bksha,bksha->kha", changes, changes)
+        best, least = np.where(squares < least, scales, best), np.minimum(squares, least)
+    return best.astype(np.float32)
 
 
 def _turned(node: ir.Node) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -104,10 +104,25 @@ def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed):
         lengths = np.hypot(pool[:, 0, ..., :half], pool[:, 0, ..., half:]).max(axis=(0, 1))
         np.testing.assert_allclose(keys, np.tile(lengths, 2), rtol=1e-5)
         np.testing.assert_allclose(values, np.abs(pool[:, 1]).max(axis=(0, 1)), rtol=1e-5)
-    heads = find_scales(graph, batch, exact_weights, CACHES["fp8"])
+
+
+def test_fp8_scales_round_less_than_others_of_their_octave(exported):
+    graph = canonical(exported()).graph
+    batch = batch_of(np.random.default_rng(2))
+    kept = Kept()
+    Logits(graph, batch, exact_weights, kept)
+    scales = find_scales(graph, batch, exact_weights, CACHES["fp8"])
     for name, pool in kept.pools.items():
-        assert heads[name].shape == (2, MODEL.kv_heads)
-        assert (np.abs(pool).max(axis=(0, 2, 4)) <= heads[name] * 448 * (1 + 1e-6)).all()
+        wide = scales[name].astype(np.float64)[:, None]
+
+        def change(by, pool=pool, scale=wide):
+            codes = (pool / (scale * by)).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+            return ((codes.astype(np.float64) * scale * by - pool) ** 2).sum(axis=(0, 2))
+
+        assert (np.abs(pool).max(axis=(0, 2)) * 2 <= scales[name] * 448 * (1 + 1e-6)).all()
+        others = np.minimum.reduce([change(2 ** (step / 16)) for step in range(-15, 16) if step])
+        assert np.median(change(1) / others) <= 1 + 1e-3
+        assert change(1).sum() < 0.95 * change(2**0.5).sum()
 
 
 def test_a_head_that_is_always_zero_has_a_scale(exported):
@@ -142,7 +157,7 @@ def test_the_manifest_and_the_report_say_what_the_cache_holds(exported, tmp_path
     for name, dtype, scale_shape in (
         ("fp16", "float16", ()),
         ("int8", "int8", (2, MODEL.kv_heads, MODEL.head_dim)),
-        ("fp8", "float8e4m3fn", (2, MODEL.kv_heads)),
+        ("fp8", "float8e4m3fn", (2, MODEL.kv_heads, MODEL.head_dim)),
     ):
         report = built(source, tmp_path / name, name)
         (group,) = EngineManifest.load(tmp_path / name).cache_groups
@@ -193,6 +208,25 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_built(exported,
         with pytest.raises(QuantizationError, match=f"kv cache {name}: this model caches latents"):
             CACHES[name].block_shape((16, 96))
     assert CACHES["fp16"].block_shape((16, 96)) == (16, 96)
+
+
+def test_an_fp8_cache_takes_the_checkpoints_scales(exported, tmp_path):
+    """k_scale and v_scale of layer 1, one a head for the keys; layer 0 is calibrated."""
+
+    def edit(tensors):
+        at = "model.layers.1.self_attn"
+        tensors[f"{at}.k_scale"] = np.array([0.25, 0.5], np.float32)
+        tensors[f"{at}.v_scale"] = np.array([0.125], np.float32)
+
+    source = exported(edit=edit)
+    ones = np.ones((MODEL.kv_heads, MODEL.head_dim), np.float32)
+    expected = np.stack([ones * np.array([[0.25], [0.5]], np.float32), ones * 0.125])
+    report = built(source, tmp_path / "fp8", "fp8")
+    np.testing.assert_array_equal(report.cache_scales["cache.1"], expected)
+    plain = built(exported(seed=0, bias=False, dtype=np.float32), tmp_path / "plain", "fp8")
+    assert (report.cache_scales["cache.0"] > 0).all()
+    assert (plain.cache_scales["cache.1"] != expected).any()
+    assert (built(source, tmp_path / "int8", "int8").cache_scales["cache.1"] != expected).any()
 
 
 def test_keys_that_are_not_finite_name_the_layer(exported):

@@ -384,31 +384,6 @@ def test_a_scale_that_is_no_scale_is_named(tmp_path, value):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, np.nan])
-def test_a_cache_scale_that_is_no_scale_is_named(tmp_path, value):
-    def edit(tensors):
-        tensors["model.layers.0.self_attn.k_scale"] = np.array([value], np.float32)
-
-    quantised, _ = checkpoint(tmp_path, "fp8", edit=edit)
-    with pytest.raises(CheckpointError, match=r"self_attn\.k_scale' has scale"):
-        export_model(quantised, tmp_path / "out")
-
-
-def test_cache_scales_do_not_touch_a_sixteen_bit_cache(tmp_path):
-    def edit(tensors):
-        tensors["model.layers.0.self_attn.k_scale"] = np.array([0.05], np.float32)
-        tensors["model.layers.0.self_attn.v_scale"] = np.array([0.1], np.float32)
-
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    scaled, _ = checkpoint(tmp_path / "a", "fp8", edit=edit)
-    plain, _ = checkpoint(tmp_path / "b", "fp8")
-    with_scales, _ = engine_logits(scaled, tmp_path / "a", "fp16")
-    without, _ = engine_logits(plain, tmp_path / "b", "fp16")
-    np.testing.assert_array_equal(with_scales, without)
-    assert "model.layers.0.self_attn.k_scale" in export_model(scaled, tmp_path / "c").ignored
-
-
 def test_a_part_of_a_layer_that_is_missing_is_named(tmp_path):
     quantised, _ = checkpoint(tmp_path, "awq", edit=lambda t: t.pop("model.layers.0.mlp.down_proj.qzeros"))
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.qzeros"):
