@@ -139,7 +139,10 @@ struct Choice {
         best = time;
       }
     }
-    if (std::equal(kernels + 1, kernels + kClasses, kernels)) return say("%s", kernels[0]->name);
+    if (std::equal(kernels + 1, kernels + kClasses, kernels)) {
+      say("%s", kernels[0]->name);
+      return;
+    }
     for (int c = 0; c < kClasses; ++c) {
       say("%s%s for %d", c > 0 ? ", " : "", kernels[c]->name, static_cast<int>(kRows[c]));
     }
