@@ -94,8 +94,11 @@ def to_f8(x: Array) -> Array:
 
 
 def f8_inputs(x: Array, input_scale: float = 0.0) -> Array:
-    """What QuantLinearF8Inputs multiplies by: x [T, K] as scale*E4M3. The scale is `input_scale`; where that is
-    0, the F8_MAX-th part of each row's largest. A row that holds NaN or infinity is NaN."""
+    """What QuantLinearF8Inputs multiplies by: x [T, K] as scale*E4M3, in float64.
+
+    The scale is `input_scale`, or where that is 0 the F8_MAX-th part of each row's largest. A row that
+    holds NaN or infinity is NaN.
+    """
     largest = np.abs(x).max(axis=1, keepdims=True, initial=0)
     scale = np.full_like(largest, input_scale) if input_scale else largest / F8_MAX
     zero = (scale < 2.0**-100 / F8_MAX) | ~np.isfinite(largest)

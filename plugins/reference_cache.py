@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+GROUP = 32  # values of an INT4 row that share a scale and a minimum
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -21,10 +22,12 @@ def channel_scales(scales: NDArray[Any] | None, heads: int, dim: int) -> Array:
 
 
 def encode(values: Array, scales: Array, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Stored elements of values [..., D]: floats as they are, 8 bits of value / scale.
+    """Stored elements of values [..., D]: floats as they are, INT4 rows, or 8 bits of value / scale.
 
     8 bits round to the nearest, ties to even, and saturate; NaN is NaN in E4M3 and 0 in int8.
     """
+    if dtype == np.uint8:
+        return encode_int4(values)
     if dtype.name not in LARGEST:
         with np.errstate(over="ignore"):
             return values.astype(dtype)
@@ -36,5 +39,34 @@ def encode(values: Array, scales: Array, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def decode(stored: NDArray[Any], scales: Array) -> Array:
     """Values of stored elements [..., D]."""
+    if stored.dtype == np.uint8:
+        return decode_int4(stored)
     values: Array = stored.astype(np.float64)
     return values * scales if stored.dtype.name in LARGEST else values
+
+
+def encode_int4(values: Array) -> NDArray[np.uint8]:
+    """INT4 rows [..., D/2 + D/8] of values [..., D] (include/enginebay/paged_attention.h)."""
+    groups = values.reshape(*values.shape[:-1], -1, GROUP)
+    bounded = np.clip(groups, -65504, 65504)
+    low = bounded.min(axis=-1)
+    factors = np.stack([(bounded.max(axis=-1) - low) / 15, low], axis=-1).astype(np.float16)
+    factors[~np.isfinite(groups).all(axis=-1)] = np.nan
+    scale, minimum = (factors[..., i, None].astype(np.float64) for i in range(2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        codes = np.where(scale > 0, np.rint((bounded - minimum) / scale), 0)
+    codes = np.clip(np.nan_to_num(codes), 0, 15).astype(np.uint8)
+    pairs = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    rows = [part.reshape(*values.shape[:-1], -1) for part in (pairs, factors.view(np.uint8))]
+    return np.concatenate(rows, axis=-1)
+
+
+def decode_int4(rows: NDArray[np.uint8]) -> Array:
+    """Values [..., D] of INT4 rows [..., D/2 + D/8]."""
+    groups = rows.shape[-1] // (GROUP // 2 + 4)
+    pairs = rows[..., : groups * GROUP // 2].reshape(*rows.shape[:-1], groups, GROUP // 2)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(np.float64)
+    factors = np.ascontiguousarray(rows[..., groups * GROUP // 2 :]).view(np.float16).astype(np.float64)
+    factors = factors.reshape(*rows.shape[:-1], groups, 2)
+    values: Array = factors[..., :1] * codes + factors[..., 1:]
+    return values.reshape(*rows.shape[:-1], -1)

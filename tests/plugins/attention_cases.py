@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from enginebay.plugins import ops
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -59,8 +61,10 @@ class Pool:
         blocks: int = 64,
     ) -> None:
         self.heads, self.rng, self.block_size = heads, rng, block_size
-        shape = (blocks, 2, block_size, heads.num_kv_heads, heads.head_dim)
-        nothing = 101 if np.dtype(dtype) == np.int8 else np.nan
+        int4 = np.dtype(dtype) == np.uint8
+        row = ops.int4_cache_row_bytes(heads.head_dim) if int4 else heads.head_dim
+        shape = (blocks, 2, block_size, heads.num_kv_heads, row)
+        nothing = {"int8": 101, "uint8": 0x7E}.get(np.dtype(dtype).name, np.nan)  # 0x7e7e: a NaN of fp16
         self.cache = np.full(shape, nothing, np.float32).astype(dtype)
         self.free = list(rng.permutation(blocks))
 

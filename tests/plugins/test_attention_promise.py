@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_cases import Heads, Pool, rows_of, step
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary
 
 HEADS = {
@@ -27,6 +28,7 @@ DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "int8": np.int8,
+    "int4": np.uint8,
 }
 
 
@@ -85,10 +87,11 @@ def schedules(draw: st.DrawFn) -> tuple[str, str, list[list[int]], int]:
 def test_any_schedule_gives_the_same_bits(schedule: tuple[str, str, list[list[int]], int]) -> None:
     """Sequences in one batch, each chunked in its own way, against each alone and whole on one thread."""
     name, dtype_name, all_chunks, threads = schedule
+    assume(dtype_name != "int4" or HEADS[name].head_dim % ops.INT4_CACHE_GROUP == 0)
     heads, dtype = HEADS[name], DTYPES[dtype_name]
     rng = np.random.default_rng(len(all_chunks))
     constants = heads.constants(rng)
-    if np.dtype(dtype).itemsize == 1:
+    if np.dtype(dtype).name in ("int8", "float8_e4m3fn"):
         constants["cache_scales"] = rng.uniform(0.01, 0.02, (2, heads.num_kv_heads)).astype(np.float32)
     prompts = [rows_of(rng, heads, sum(chunks)) for chunks in all_chunks]
     one = KernelLibrary()
@@ -117,7 +120,9 @@ def test_decode_equals_prefill_on_every_instruction_set(isa_library: KernelLibra
     rng = np.random.default_rng()
     constants = heads.constants(rng)
     rows = rows_of(rng, heads, 150)
-    for dtype in DTYPES.values():
+    for dtype_name, dtype in DTYPES.items():
+        if dtype_name == "int4" and heads.head_dim % ops.INT4_CACHE_GROUP:
+            continue
         whole, cache = alone(isa_library, heads, rows, [150], constants, dtype)
         steps, stepped_cache = alone(isa_library, heads, rows, [1] * 150, constants, dtype)
         np.testing.assert_array_equal(steps, whole)

@@ -103,12 +103,12 @@ def attributes_of(heads: Heads) -> dict[str, Any]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8]
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8, np.uint8]
 )
 def test_attention(library: KernelLibrary, dtype: Any, threads: int) -> None:
     rng = np.random.default_rng()
     inputs, cache = attention_inputs(library, rng, HEADS, dtype)
-    if cache.dtype.itemsize == 1:
+    if cache.dtype.name in ("int8", "float8_e4m3fn"):
         channels = (HEADS.head_dim,) if threads == 1 else ()
         inputs["cache_scales"] = rng.uniform(0.01, 0.02, (2, HEADS.num_kv_heads, *channels)).astype(
             np.float32

@@ -102,9 +102,11 @@ eb_dtype Attributes::type_of(const Ort::TypeInfo& info, const char* what, size_t
       return EB_F8E4M3;
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
       return EB_I8;
+    case kUint8:  // only as a cache: two codes a byte
+      return EB_I4;
     default:
       refuse(std::string(what) + " " + std::to_string(index) + " has element type " + std::to_string(type) +
-             ", expected float32, float16, bfloat16, float8e4m3fn or int8");
+             ", expected float32, float16, bfloat16, float8e4m3fn, int8 or uint8");
   }
 }
 

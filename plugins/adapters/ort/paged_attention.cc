@@ -54,6 +54,7 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
   constexpr int64_t kFree = -1;
   const int64_t tokens = in[kQkv].shape[0], sequences = in[kBlockTable].shape[0];
   const int64_t half = in[kRopeCos].present() ? in[kRopeCos].shape[1] : kFree;
+  const int64_t row = desc_.cache_dtype == EB_I4 ? eb_int4_cache_row_bytes(desc_.head_dim) : desc_.head_dim;
   struct Shape {
     int rank;
     int64_t shape[5];
@@ -61,7 +62,7 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
   const Shape expected[] = {
       {2, {kFree, width}},
       latent ? Shape{3, {kFree, kFree, desc_.head_dim}}
-             : Shape{5, {kFree, 2, kFree, desc_.num_kv_heads, desc_.head_dim}},
+             : Shape{5, {kFree, 2, kFree, desc_.num_kv_heads, row}},
       {1, {sequences + 1}},
       {1, {sequences}},
       {2, {kFree, kFree}},

@@ -28,6 +28,17 @@ typedef struct eb_paged_attention_desc {
  * value: qkv [T, (Hq+1)*(C+R)], cache [blocks, block_size, C+R], attention [T, Hq*C]; no q_norm, no k_norm.
  */
 
+/* INT4 caches: the D elements of a row, one head's key or value of a token, are eb_int4_cache_row_bytes(D)
+ * bytes; D is a multiple of 32. 16 bytes for every 32 values: value i in the low half of byte i, value i + 16
+ * in the high half. Then a scale and a minimum for every 32 values, fp16: value = scale*code + minimum. Codes
+ * run from the least value to the largest, both bounded to +-65504 first; 32 values of which one is NaN or
+ * infinite are stored as NaN.
+ */
+#define EB_INT4_CACHE_GROUP 32
+static inline int32_t eb_int4_cache_row_bytes(int32_t head_dim) {
+  return head_dim / 2 + 4 * (head_dim / EB_INT4_CACHE_GROUP);
+}
+
 typedef struct eb_paged_attention_args {
   int64_t tokens;              /* T */
   int64_t sequences;           /* B */

@@ -2,6 +2,7 @@
 #include <cfloat>
 
 #include "attention.h"
+#include "simd_common.h"
 #include "status.h"
 
 namespace enginebay {
@@ -15,7 +16,8 @@ AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   shape.value_dim = latent ? desc.latent_dim : desc.head_dim;
   shape.rotary_offset = latent ? desc.latent_dim : 0;
   shape.tile_tokens = shape.group >= kTileRows ? 1 : kTileRows / shape.group;
-  shape.row_elements = desc.head_dim;
+  // Bytes of an INT4 row count as its elements.
+  shape.row_elements = desc.cache_dtype == EB_I4 ? eb_int4_cache_row_bytes(desc.head_dim) : desc.head_dim;
   shape.token_stride = desc.num_kv_heads * shape.row_elements;
   shape.value_offset = latent ? 0 : shape.token_stride * desc.block_size;
   shape.block_stride = shape.token_stride * desc.block_size * (latent ? 1 : 2);
@@ -120,10 +122,19 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
                 desc->head_dim);
   }
   if (desc->cache_dtype != EB_F32 && desc->cache_dtype != EB_F16 && desc->cache_dtype != EB_BF16 &&
-      !is_eight_bits(desc->cache_dtype)) {
+      desc->cache_dtype != EB_I4 && !is_eight_bits(desc->cache_dtype)) {
     return fail(context, EB_UNSUPPORTED,
-                "PagedAttention: cache is %s; expected float32, float16, bfloat16, float8e4m3 or int8",
+                "PagedAttention: cache is %s; expected float32, float16, bfloat16, float8e4m3, int8 or int4",
                 dtype_name(desc->cache_dtype));
+  }
+  if (desc->cache_dtype == EB_I4 && desc->head_dim % kInt4Group != 0) {
+    return fail(context, EB_UNSUPPORTED,
+                "PagedAttention: head_dim %d is no multiple of %d, which an int4 cache takes", desc->head_dim,
+                kInt4Group);
+  }
+  if (desc->cache_dtype == EB_I4 && desc->latent_dim > 0) {
+    return fail(context, EB_UNSUPPORTED,
+                "PagedAttention: latent_dim %d with an int4 cache; 8 bits are the least", desc->latent_dim);
   }
   return EB_OK;
 }

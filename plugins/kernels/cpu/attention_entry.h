@@ -20,6 +20,8 @@ struct AttentionEntry {
         return prepare_tokens<V, F8E4M3>(call, first, last);
       case EB_I8:
         return prepare_tokens<V, Int8>(call, first, last);
+      case EB_I4:
+        return prepare_tokens<V, Int4>(call, first, last);
       default:
         return prepare_tokens<V, float>(call, first, last);
     }
@@ -35,6 +37,8 @@ struct AttentionEntry {
         return attend_heads<V, F8E4M3>(call, job, following, scratch);
       case EB_I8:
         return attend_heads<V, Int8>(call, job, following, scratch);
+      case EB_I4:
+        return attend_heads<V, Int4>(call, job, following, scratch);
       default:
         return attend_heads<V, float>(call, job, following, scratch);
     }

@@ -72,10 +72,11 @@ class TileAttention {
   }
 
   void begin() {
-    if (alone()) clear(total_);
+    if (alone() && !whole()) clear(total_);
   }
   void begin_split() { clear(part_); }
   void end_split(int split) {
+    if (whole()) return;
     if (!alone()) return store_part(split);
     for (int row = 0; row < rows_; ++row) {
       merge_row<V>(padded_, total_.values + int64_t{row} * padded_, total_.maximum + row, total_.total + row,
@@ -83,7 +84,7 @@ class TileAttention {
     }
   }
   void end() {
-    if (alone()) finish();
+    if (alone()) finish(whole() ? part_ : total_);
   }
 
   void merge() {
@@ -95,7 +96,7 @@ class TileAttention {
                      total_.total + row, part, part[padded_], part[padded_ + 1]);
       }
     }
-    finish();
+    finish(total_);
   }
 
   // Cache positions [start, start + tile.count), of key head `head` of those that tile's rows begin with.
@@ -118,15 +119,18 @@ class TileAttention {
       for (int r = row; r < row + rows; ++r) {
         weigh(r, larger(first_visible_of(r) - start, 0), smaller(visible_end(r) - start, count), from, to);
       }
-      accumulate(row, rows, from, to, converted);
+      accumulate(row, rows, from, to, converted, &ahead);
     }
-    ahead.fetch(kTile);
+    ahead.fetch_keys(kTile);
+    ahead.fetch_values(kTile);
   }
 
  private:
   static constexpr int kVectors = kTile / V::kWidth;
 
   bool alone() const { return tile_.part_token < 0; }
+  // The only split's sums are the total: merged into nothing they would keep their bits.
+  bool whole() const { return alone() && tile_.first_split + 1 == tile_.end_split; }
   // Row r is head r % group of token r / group.
   const float* query(int row) const {
     const int64_t token = tile_.first_token + row / group_;
@@ -162,7 +166,7 @@ class TileAttention {
       for (int d = 0; d < padded_; d += W) {
         typename V::F rows[W];
         for (int i = 0; i < W; ++i) {
-          rows[i] = d < dim_ ? load_first<V>(key_rows_[j + i] + d, dim_ - d) : V::zero();
+          rows[i] = d < dim_ ? load_row<V, true>(key_rows_[j + i], d, dim_) : V::zero();
         }
         V::transpose(rows);
         for (int i = 0; i < W; ++i) V::store(keys_ + int64_t{d + i} * kTile + j, rows[i]);
@@ -174,8 +178,7 @@ class TileAttention {
   void convert_values(int first, int count) {
     for (int j = first; j < count; ++j) {
       float* row = values_ + int64_t{j} * padded_;
-      for (int d = 0; d < dim_; d += V::kWidth)
-        V::store(row + d, load_first<V>(value_rows_[j] + d, dim_ - d));
+      for (int d = 0; d < dim_; d += V::kWidth) V::store(row + d, load_row<V, true>(value_rows_[j], d, dim_));
       float_rows_[j] = row;
     }
   }
@@ -187,7 +190,7 @@ class TileAttention {
     for (int r = 0; r < kGroupRows; ++r) queries[r] = query(row + smaller(r, rows - 1));
     for (int j = from / W * W; j < to; j += W) {
       float* weights = weights_ + int64_t{row} * kTile + j;
-      ahead->fetch(W);
+      ahead->fetch_keys(W);
       Quad<V> scores;
       if (transposed) {
         scores = score_transposed<V>(queries, keys_ + j, padded_);
@@ -227,15 +230,17 @@ class TileAttention {
       V::store(weights + v * W, weight);
       sum = V::add(sum, weight);
     }
-    float factor[V::kWidth];
-    V::store(factor, exponential<V>(V::set1(part_.maximum[row] - base)));
-    factor_[row] = factor[0];
-    part_.total[row] = part_.total[row] * factor[0] + V::sum(sum);
-    part_.maximum[row] = maximum;
+    if (part_.maximum[row] != maximum) {  // else the factor is e^0, 1
+      float factor[V::kWidth];
+      V::store(factor, exponential<V>(V::set1(part_.maximum[row] - base)));
+      factor_[row] = factor[0];
+      part_.maximum[row] = maximum;
+    }
+    part_.total[row] = part_.total[row] * factor_[row] + V::sum(sum);
   }
 
   // part += weights . values; what a row does not see has weight 0.
-  void accumulate(int row, int rows, int from, int to, bool converted) {
+  void accumulate(int row, int rows, int from, int to, bool converted, Ahead<T>* ahead) {
     const Accumulation work{part_.values + int64_t{row} * padded_,
                             weights_ + int64_t{row} * kTile,
                             factor_ + row,
@@ -245,30 +250,30 @@ class TileAttention {
                             from,
                             to};
     if (converted) {
-      accumulate_rows<V>(work, float_rows_);
+      accumulate_rows<V>(work, float_rows_, ahead);
     } else {
-      accumulate_rows<V>(work, value_rows_);
+      accumulate_rows<V>(work, value_rows_, ahead);
     }
   }
 
   // Sinks join the total weight last; then the output is the weighted mean.
-  void finish() {
+  void finish(const Sums& sums) {
     for (int row = 0; row < rows_; ++row) {
       const int head = kv_head_ * group_ + row % group_;
-      float* values = total_.values + int64_t{row} * padded_;
+      float* values = sums.values + int64_t{row} * padded_;
       if (call_.args->sinks != nullptr) {
         static constexpr float kNothing[kMaxHeadDim] = {};
-        merge_row<V>(padded_, values, total_.maximum + row, total_.total + row, kNothing,
-                     call_.args->sinks[head], 1.0f);
+        merge_row<V>(padded_, values, sums.maximum + row, sums.total + row, kNothing, call_.args->sinks[head],
+                     1.0f);
       }
       const int64_t token = tile_.first_token + row / group_;
       const int width = shape_.value_dim;
       float* out = static_cast<float*>(call_.args->attention) + (token * desc_.num_heads + head) * width;
-      const auto total = V::set1(total_.total[row]);
+      const auto total = V::set1(sums.total[row]);
       const CacheScales& scales = call_.scales;
       const float* fold = scales.values == nullptr ? nullptr : scales.values + kv_head_ * scales.head_stride;
       for (int d = 0; d < width; d += V::kWidth) {
-        auto mean = V::div(V::load(values + d), total);
+        auto mean = V::div(V::add(V::load(values + d), V::zero()), total);  // -0, as merging does, to 0
         if (fold != nullptr) {
           mean = V::mul(mean, scales.step > 0 ? load_first<V>(fold + d, width - d) : V::set1(*fold));
         }

@@ -6,24 +6,14 @@
 #define ENGINEBAY_ATTENTION_MICRO_H
 
 #include "attention.h"
+#include "attention_rows.h"
 #include "simd_common.h"
 
 namespace enginebay {
 namespace {
 
 constexpr int kGroupRows = 4;  // rows that share a load of keys or values
-
-inline int64_t smaller64(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger64(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int smaller(int64_t a, int64_t b) { return static_cast<int>(smaller64(a, b)); }
-inline int larger(int64_t a, int64_t b) { return static_cast<int>(larger64(a, b)); }
-
-// Elements d.. of a row; kPartial: the row ends within the vector.
-template <class V, bool kPartial, class T>
-inline typename V::F load_row(const T* row, int d, int dim) {
-  if constexpr (kPartial) return load_first<V>(row + d, dim - d);
-  return V::load(row + d);
-}
+constexpr int kRowsAhead = 8;  // rows of the next tile that are asked for at a time
 
 // Keys whose sums with kRows queries fit in registers.
 template <class V, int kRows>
@@ -115,8 +105,8 @@ struct Accumulation {
 };
 
 // Columns d to d + kCols vectors; kPartial: the row ends within the only one.
-template <class V, class T, int kRows, int kCols, bool kPartial>
-inline void accumulate_columns(const Accumulation& work, const T* const* value_rows, int d) {
+template <class V, class T, class Next, int kRows, int kCols, bool kPartial>
+inline void accumulate_columns(const Accumulation& work, const T* const* value_rows, int d, Next* ahead) {
   constexpr int W = V::kWidth;
   typename V::F sums[kRows][kCols];
   float* const out = work.sums + d;
@@ -129,6 +119,7 @@ inline void accumulate_columns(const Accumulation& work, const T* const* value_r
     }
   }
   for (int j = work.from; j < to; ++j) {
+    if (j % kRowsAhead == 0) ahead->fetch_values(kRowsAhead);
     typename V::F value[kCols];
     for (int c = 0; c < kCols; ++c) value[c] = load_row<V, kPartial>(value_rows[j], d + c * W, dim);
     for (int r = 0; r < kRows; ++r) {
@@ -141,31 +132,31 @@ inline void accumulate_columns(const Accumulation& work, const T* const* value_r
   }
 }
 
-template <class V, class T, int kRows>
-inline void accumulate_some(const Accumulation& work, const T* const* value_rows) {
+template <class V, class T, class Next, int kRows>
+inline void accumulate_some(const Accumulation& work, const T* const* value_rows, Next* ahead) {
   constexpr int kStep = V::kColumns * V::kWidth;
   int d = 0;
   for (; d + kStep <= work.dim; d += kStep) {
-    accumulate_columns<V, T, kRows, V::kColumns, false>(work, value_rows, d);
+    accumulate_columns<V, T, Next, kRows, V::kColumns, false>(work, value_rows, d, ahead);
   }
   for (; d + V::kWidth <= work.dim; d += V::kWidth) {
-    accumulate_columns<V, T, kRows, 1, false>(work, value_rows, d);
+    accumulate_columns<V, T, Next, kRows, 1, false>(work, value_rows, d, ahead);
   }
-  if (d < work.dim) accumulate_columns<V, T, kRows, 1, true>(work, value_rows, d);
+  if (d < work.dim) accumulate_columns<V, T, Next, kRows, 1, true>(work, value_rows, d, ahead);
 }
 
-template <class V, class T>
-inline void accumulate_rows(const Accumulation& work, const T* const* value_rows) {
+template <class V, class T, class Next>
+inline void accumulate_rows(const Accumulation& work, const T* const* value_rows, Next* ahead) {
   static_assert(kGroupRows == 4);
   switch (work.rows) {
     case 1:
-      return accumulate_some<V, T, 1>(work, value_rows);
+      return accumulate_some<V, T, Next, 1>(work, value_rows, ahead);
     case 2:
-      return accumulate_some<V, T, 2>(work, value_rows);
+      return accumulate_some<V, T, Next, 2>(work, value_rows, ahead);
     case 3:
-      return accumulate_some<V, T, 3>(work, value_rows);
+      return accumulate_some<V, T, Next, 3>(work, value_rows, ahead);
     default:
-      return accumulate_some<V, T, 4>(work, value_rows);
+      return accumulate_some<V, T, Next, 4>(work, value_rows, ahead);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "cache_write.h"
 #include "simd_common.h"
 
 namespace enginebay {
@@ -23,22 +24,19 @@ inline void normalise_head(float* x, const float* weight, int dim, float epsilon
 }
 
 inline void rotate_head(float* x, const float* cosines, const float* sines, int half, bool interleaved) {
-  const int step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
-  for (int i = 0; i < half; ++i) {
-    float* pair = x + int64_t{i} * step;
-    const float a = pair[0], b = pair[partner];
-    pair[0] = a * cosines[i] - b * sines[i];
-    pair[partner] = b * cosines[i] + a * sines[i];
-  }
-}
-
-// Scales of a head; null: none. `step` is CacheScales'.
-template <class T>
-inline void write_head(const float* from, T* to, int dim, const float* scales, int step) {
-  if (scales == nullptr) {
-    for (int d = 0; d < dim; ++d) from_float(from[d], to + d);
+  if (interleaved) {
+    for (int i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cosines[i] - b * sines[i];
+      x[2 * i + 1] = b * cosines[i] + a * sines[i];
+    }
   } else {
-    for (int d = 0; d < dim; ++d) from_float(from[d] / scales[d * step], to + d);
+    float* const y = x + half;
+    for (int i = 0; i < half; ++i) {
+      const float a = x[i], b = y[i];
+      x[i] = a * cosines[i] - b * sines[i];
+      y[i] = b * cosines[i] + a * sines[i];
+    }
   }
 }
 
@@ -78,13 +76,13 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
       std::memcpy(key, row, dim * sizeof(float));
       if (args.k_norm != nullptr) normalise_head<V>(key, args.k_norm, dim, desc.norm_epsilon);
       if (half > 0) rotate_head(key + shape.rotary_offset, cosines, sines, half, interleaved);
-      write_head(key, cached + head * shape.row_elements, dim, scales_of(scales.keys, scales, head),
-                 scales.step);
+      write_row(key, cached + head * shape.row_elements, dim, scales_of(scales.keys, scales, head),
+                scales.step);
     }
     if (shape.value_offset == 0) continue;
     for (int head = 0; head < desc.num_kv_heads; ++head, row += dim) {
-      write_head(row, cached + shape.value_offset + head * shape.row_elements, dim,
-                 scales_of(scales.values, scales, head), scales.step);
+      write_row(row, cached + shape.value_offset + head * shape.row_elements, dim,
+                scales_of(scales.values, scales, head), scales.step);
     }
   }
 }

@@ -3,10 +3,15 @@
 #define ENGINEBAY_ATTENTION_ROWS_H
 
 #include "attention.h"
-#include "attention_micro.h"
+#include "simd_common.h"
 
 namespace enginebay {
 namespace {
+
+inline int64_t smaller64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger64(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int smaller(int64_t a, int64_t b) { return static_cast<int>(smaller64(a, b)); }
+inline int larger(int64_t a, int64_t b) { return static_cast<int>(larger64(a, b)); }
 
 // Cache position of a tile's first token.
 inline int64_t first_position(const AttentionCall& call, const PlanTile& tile) {
@@ -54,37 +59,35 @@ struct TileRows {
 };
 
 // Asks for the rows of a tile that comes next, some at a time: memory answers while the present tile is
-// computed. A burst of requests would stall.
+// computed. A burst of requests would stall, and the innermost cache is too small for two tiles.
 template <class T>
 class Ahead {
  public:
   // `tile` may be null: nothing comes next.
   Ahead(const TileRows<T>* tile, const AttentionShape& shape, int head)
       : tile_(tile),
-        next_(tile == nullptr ? 0 : tile->first),
-        end_(tile == nullptr ? 0 : tile->count),
+        keys_(tile == nullptr ? 0 : tile->first),
+        values_(keys_),
+        end_(tile == nullptr || shape.value_offset == 0 ? keys_ : tile->count),
+        end_keys_(tile == nullptr ? 0 : tile->count),
         offset_(head * shape.row_elements),
-        value_offset_(shape.value_offset),
+        value_offset_(offset_ + shape.value_offset),
         bytes_(static_cast<int>(shape.row_elements * sizeof(T))) {}
 
-  void fetch(int rows) {
-    const int end = smaller(end_, int64_t{next_} + rows);
-    for (; next_ < end; ++next_) {
-      const T* row = tile_->keys[next_] + offset_;
-      request(row);
-      if (value_offset_ > 0) request(row + value_offset_);
+  void fetch_keys(int rows) { fetch(&keys_, smaller(end_keys_, int64_t{keys_} + rows), offset_); }
+  void fetch_values(int rows) { fetch(&values_, smaller(end_, int64_t{values_} + rows), value_offset_); }
+
+ private:
+  void fetch(int* next, int end, int64_t offset) const {
+    constexpr int kLine = 64;
+    for (; *next < end; ++*next) {
+      const char* row = reinterpret_cast<const char*>(tile_->keys[*next] + offset);
+      for (int i = 0; i < bytes_; i += kLine) __builtin_prefetch(row + i, 0, 2);
     }
   }
 
- private:
-  void request(const T* row) const {
-    constexpr int kLine = 64;
-    const char* byte = reinterpret_cast<const char*>(row);
-    for (int i = 0; i < bytes_; i += kLine) __builtin_prefetch(byte + i, 0, 2);
-  }
-
   const TileRows<T>* tile_;
-  int next_, end_;
+  int keys_, values_, end_, end_keys_;
   int64_t offset_, value_offset_;
   int bytes_;
 };

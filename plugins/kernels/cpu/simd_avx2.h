@@ -37,6 +37,12 @@ struct Avx2 {
     const __m128i marked = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
     return _mm256_mul_ps(_mm256_cvtph_ps(marked), _mm256_set1_ps(256.0f));
   }
+  static F load_halves(const uint8_t* from, int shift) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    const __m256i half = _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(shift));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(half, _mm256_set1_epi32(15)));
+  }
+  static F set1_fp16(uint16_t bits) { return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(bits))); }
   static void store(float* to, F value) { _mm256_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

@@ -38,6 +38,12 @@ struct Avx512 {
     const __m256i marked = _mm256_mask_set1_epi16(half, nan, 0x7e00);
     return _mm512_mul_ps(_mm512_cvtph_ps(marked), _mm512_set1_ps(256.0f));
   }
+  static F load_halves(const uint8_t* from, int shift) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m512i half = _mm512_srl_epi32(bytes, _mm_cvtsi32_si128(shift));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(half, _mm512_set1_epi32(15)));
+  }
+  static F set1_fp16(uint16_t bits) { return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(bits))); }
   static void store(float* to, F value) { _mm512_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -96,23 +102,25 @@ struct Avx512 {
 
   // Lane i of the result: the sum over the lanes of rows[i], in the order of sum().
   static F sum_each(const F (&rows)[16]) {
-    F a[8], b[4];
-    for (int i = 0; i < 8; ++i) {  // halves of rows i and i+8
-      a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(rows[i], rows[i + 8], 0x44),
-                           _mm512_shuffle_f32x4(rows[i], rows[i + 8], 0xee));
+    // Each step adds halves of two rows: one half of each by a blend, the other halves crosswise by a
+    // shuffle.
+    F a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i) {  // 256-bit lanes: rows i, i+8
+      const F here = _mm512_mask_blend_ps(0xff00, rows[i], rows[i + 8]);
+      a[i] = _mm512_add_ps(here, _mm512_shuffle_f32x4(rows[i], rows[i + 8], 0x4e));
     }
     for (int i = 0; i < 4; ++i) {  // 128-bit lanes: rows i, i+4, i+8, i+12
-      const F low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
-      const F high = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
-      b[i] = _mm512_add_ps(low, high);  // i, i+8, i+4, i+12
+      const F here = _mm512_mask_blend_ps(0xf0f0, a[i], a[i + 4]);
+      const F there = _mm512_mask_blend_ps(0xf0f0, a[i + 4], a[i]);
+      b[i] = _mm512_add_ps(here, _mm512_shuffle_f32x4(there, there, 0xb1));
     }
-    F c[2];
-    for (int i = 0; i < 2; ++i) c[i] = _mm512_add_ps(pair(b[i], b[i + 2], false), pair(b[i], b[i + 2], true));
-    const F even = _mm512_shuffle_ps(c[0], c[1], _MM_SHUFFLE(2, 0, 2, 0));
-    const F odd = _mm512_shuffle_ps(c[0], c[1], _MM_SHUFFLE(3, 1, 3, 1));
-    // Lanes hold rows [0 2 1 3] + 4*{0, 2, 1, 3}: put them in order.
-    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
-    return _mm512_permutexvar_ps(order, _mm512_add_ps(even, odd));
+    for (int i = 0; i < 2; ++i) {  // 64-bit lanes: rows i, i+2, i+4, ...
+      const F here = _mm512_mask_blend_ps(0xcccc, b[i], b[i + 2]);
+      c[i] = _mm512_add_ps(here, _mm512_shuffle_ps(b[i], b[i + 2], 0x4e));
+    }
+    const F here = _mm512_mask_blend_ps(0xaaaa, c[0], c[1]);
+    const F there = _mm512_mask_blend_ps(0xaaaa, c[1], c[0]);
+    return _mm512_add_ps(here, _mm512_permute_ps(there, 0xb1));
   }
 
  private:

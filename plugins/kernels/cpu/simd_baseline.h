@@ -22,6 +22,12 @@ struct Baseline {
   static F load(const T* from) {
     return _mm_setr_ps(to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3]));
   }
+  // The 4 bits from `shift` on (0 or 4) of each byte.
+  static F load_halves(const uint8_t* from, int shift) {
+    const auto code = [=](int i) { return static_cast<float>((from[i] >> shift) & 15); };
+    return _mm_setr_ps(code(0), code(1), code(2), code(3));
+  }
+  static F set1_fp16(uint16_t bits) { return _mm_set1_ps(fp16_to_float(bits)); }
   static void store(float* to, F value) { _mm_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm_add_ps(a, b); }

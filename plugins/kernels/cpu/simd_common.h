@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "float16.h"
 
@@ -27,6 +28,12 @@ struct F8E4M3 {
 struct Int8 {
   int8_t code;
 };
+
+// A byte of an INT4 row: codes, then scales and minimums (paged_attention.h).
+struct Int4 {
+  uint8_t bits;
+};
+constexpr int kInt4Group = 32;
 
 inline float to_float(float value) { return value; }
 inline float to_float(Fp16 value) { return fp16_to_float(value.bits); }
@@ -50,6 +57,24 @@ inline typename V::F load_first(const T* from, int count) {
   T padded[V::kWidth] = {};
   std::memcpy(padded, from, static_cast<size_t>(count) * sizeof(T));
   return V::load(padded);
+}
+
+// Values d.. of a row of `dim`; kPartial: the row ends within the vector, zeros follow.
+template <class V, bool kPartial, class T>
+inline typename V::F load_row(const T* row, int d, int dim) {
+  if constexpr (std::is_same_v<T, Int4>) {
+    static_assert(kInt4Group % (2 * V::kWidth) == 0);  // a vector lies within half a group
+    const int group = d / kInt4Group, within = d % kInt4Group;
+    constexpr int kHalf = kInt4Group / 2;
+    const auto codes = V::load_halves(&row->bits + group * kHalf + within % kHalf, within / kHalf * 4);
+    uint16_t factors[2];
+    std::memcpy(factors, row + dim / 2 + group * 4, sizeof factors);
+    return V::fma(V::set1_fp16(factors[0]), codes, V::set1_fp16(factors[1]));
+  } else if constexpr (kPartial) {
+    return load_first<V>(row + d, dim - d);
+  } else {
+    return V::load(row + d);
+  }
 }
 
 template <class V>
