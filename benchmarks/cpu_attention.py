@@ -25,13 +25,24 @@ import onnx
 import onnxruntime as ort
 
 from enginebay.plugins.load import library_path
+from enginebay.plugins.reference_cache import encode_int4
 
 BLOCK = 16
-TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+TYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "int8": np.int8,
+    "uint8": np.uint8,  # INT4 rows
+}
 ONNX_TYPES = {
     "float32": onnx.TensorProto.FLOAT,
     "float16": onnx.TensorProto.FLOAT16,
     "bfloat16": onnx.TensorProto.BFLOAT16,
+    "float8_e4m3fn": onnx.TensorProto.FLOAT8E4M3FN,
+    "int8": onnx.TensorProto.INT8,
+    "uint8": onnx.TensorProto.UINT8,
     "int32": onnx.TensorProto.INT32,
 }
 
@@ -81,6 +92,12 @@ def session(
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def random_cache(rng: np.random.Generator, shape: tuple[int, ...], cache_type: str) -> np.ndarray:
+    """Values of order 1: of 8-bit caches with scales of 1, of INT4 rows by their own."""
+    values = rng.normal(size=shape)
+    return encode_int4(values) if cache_type == "uint8" else values.astype(TYPES[cache_type])
+
+
 def ours(
     case: Case,
     shape: tuple[int, int, int],
@@ -99,7 +116,7 @@ def ours(
     angles = rng.uniform(0, 6, (total, dim // 2))
     inputs = {
         "qkv": rng.normal(size=(case.batch * case.new, (heads + 2 * kv_heads) * dim)).astype(np.float32),
-        "cache": rng.normal(size=(case.batch * width, 2, BLOCK, kv_heads, dim)).astype(TYPES[cache_type]),
+        "cache": random_cache(rng, (case.batch * width, 2, BLOCK, kv_heads, dim), cache_type),
         "query_start": (np.arange(case.batch + 1) * case.new).astype(np.int32),
         "kv_len": np.full(case.batch, total, np.int32),
         "block_table": table,
