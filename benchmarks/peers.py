@@ -94,6 +94,7 @@ def run_engine(
             end = f"killed after {seconds:g} s"
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
             raise
         if not end and child.returncode:
             end = how_it_ended(child.returncode)
@@ -174,7 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"turns of every engine (default {FULL['rounds']})")
     parser.add_argument("--repeats", type=int, help=f"a peer's runs in a turn (default {FULL['repeats']})")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=900, help="limit of a peer's turn (default 900)")
+    parser.add_argument("--seconds", type=float, default=900, help="limit of an engine's turn (default 900)")
     parser.add_argument("--quick", action="store_true", help="one short round as a check")
     parser.add_argument("--skip", action="append", default=[], choices=PEERS, help="a peer not to run")
     parser.add_argument("--json", action="store_true", help="a JSON object for each row instead of the table")
@@ -191,8 +192,14 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def stop(number: int, _: object) -> None:
+    """A signal's handler: raises, so that the engine that is running is killed on the way out."""
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGTERM, stop)
     shape = ["--batch", args.batch, "--prompt", str(args.prompt), "--new", str(args.new)]
     shape += ["--threads", str(args.threads)]
     ours = [sys.executable, "-m", "enginebay.cli.main", "bench", str(args.engine), "--json", *shape]

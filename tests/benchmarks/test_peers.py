@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +115,25 @@ def test_a_peer_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     assert stopped.startswith("killed after 2 s")
     assert rows == [row("a", 1, 2, 3)]
+
+
+def test_the_running_engine_does_not_outlive_the_benchmark(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def signal_once_it_runs() -> None:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, peers.stop)
+    then = f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    try:
+        threading.Thread(target=signal_once_it_runs, daemon=True).start()
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            peers.run_engine(printing(then=then), tmp_path / "log", 60, peers.rows_of_lines)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_one_that_ends_well_is_not_reported(tmp_path: Path) -> None:
