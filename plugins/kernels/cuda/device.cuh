@@ -111,6 +111,7 @@ __device__ __forceinline__ uint4 load_stream16(const void* p) {
 }
 
 // Programmatic dependent launch: the next kernel of the stream may start; this one waits for the one before.
+// What that one wrote is never read by __ldg or any other ld.nc: the compiler may move those above the wait.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");

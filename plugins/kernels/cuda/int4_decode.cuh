@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Int4Problem p, const
           const int row = n * 8 + g, column = (k0 + c) * 64 + half * 32 + t * 8;
           x_next[c][half][n] = make_uint4(0, 0, 0, 0);
           if (row < p.m && k0 + c < slice_end)
-            x_next[c][half][n] = __ldg(reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column));
+            x_next[c][half][n] = *reinterpret_cast<const uint4*>(x + int64_t{row} * p.k + column);
         }
   };
   if constexpr (N8 == 1) read_x(0);
