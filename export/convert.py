@@ -1,8 +1,8 @@
-"""Checkpoints that are not safetensors: PyTorch pickles, loaded without running code, and GGUF through
-transformers.
+"""Checkpoints that are not safetensors: PyTorch pickles, loaded without running code, and GGUF.
 
-Both become safetensors in a scratch folder, one shard at a time for pickles; a GGUF model is once whole in
-memory. torch and transformers are imported only here.
+They become safetensors in a scratch folder: pickles a shard at a time, a GGUF Llama a tensor at a time. Other
+GGUF models, and tokenizers that export/gguf_tokenizer.py does not know, are read by transformers; such models
+are once whole in memory, and their blocks become numbers. torch and transformers are imported only here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from enginebay.export.checkpoint import INDEX, SINGLE, shard_names
 from enginebay.export.errors import CheckpointError, ExportError
+from enginebay.export.gguf_model import GgufModel, read_gguf, write_folder
+from enginebay.export.gguf_tokenizer import known_tokenizer, write_tokenizer
 from enginebay.export.staging import scratch_folder
 
 PICKLE = "pytorch_model.bin"
@@ -25,20 +27,26 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Where to read config, safetensors and tokenizer, and which files of the user's folder they come
-    from."""
+    """Where to read config, safetensors and tokenizer, which files of the user's folder they come from, and
+    what the user should know of the conversion."""
 
     folder: Path
     files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 @contextmanager
 def opened(source: Path, scratch: Path) -> Iterator[Source]:
     """`source` itself where it holds safetensors, else a converted copy below `scratch`, gone afterwards.
+    `source` is a folder or a GGUF file.
 
     Raises ExportError where torch or transformers is needed and absent, CheckpointError for a file that
     cannot be loaded safely.
     """
+    if source.is_file():
+        with scratch_folder(scratch, ".converted-") as folder:
+            yield Source(folder, (source.name,), _convert_gguf(source, folder))
+        return
     if (source / SINGLE).exists() or (source / INDEX).exists():
         yield Source(source, ())
         return
@@ -56,8 +64,7 @@ def opened(source: Path, scratch: Path) -> Iterator[Source]:
                 raise ExportError(
                     f"{source} holds {len(gguf)} GGUF files ({', '.join(gguf)}): keep the one to export"
                 )
-            _convert_gguf(source, gguf[0], folder)
-            yield Source(folder, (gguf[0],))
+            yield Source(folder, (gguf[0],), _convert_gguf(source / gguf[0], folder))
 
 
 def _pickles(source: Path) -> list[str]:
@@ -96,9 +103,37 @@ def _convert_pickles(source: Path, names: list[str], folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _convert_gguf(source: Path, name: str, folder: Path) -> None:
+def _convert_gguf(path: Path, folder: Path) -> tuple[str, ...]:
+    """A Llama's blocks stay where the kernels have them; the notes say what became of each kind of tensor."""
+    model = read_gguf(path)
+    if model.architecture != "llama":
+        _convert_through_transformers(path, folder)
+        return (f"{path.name}: a '{model.architecture}', read by transformers: its blocks became numbers",)
+    notes = write_folder(model, folder)
+    if known_tokenizer(model):
+        write_tokenizer(model, folder)
+        return notes
+    return (*notes, *_save_tokenizer(model, folder))
+
+
+def _save_tokenizer(model: GgufModel, folder: Path) -> tuple[str, ...]:
+    """The tokenizer as transformers reads it, where it can."""
+    pre = model.meta.get("tokenizer.ggml.pre", model.meta.get("tokenizer.ggml.model"))
+    _, transformers = _imports(f"a GGUF file with tokenizer '{pre}'")
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            model.path.parent, gguf_file=model.path.name, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise CheckpointError(f"transformers cannot read the tokenizer of {model.path}: {error}") from error
+    tokenizer.save_pretrained(folder)
+    return (f"tokenizer '{pre}' was read by transformers",)
+
+
+def _convert_through_transformers(path: Path, folder: Path) -> None:
     """Dequantised to float32, which holds every GGUF format's values; tokenizer and template come along."""
-    torch, transformers = _imports("a GGUF file")
+    torch, transformers = _imports("a GGUF file of this architecture")
+    source, name = path.parent, path.name
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, gguf_file=name, dtype=torch.float32, local_files_only=True, trust_remote_code=False
@@ -107,7 +142,7 @@ def _convert_gguf(source: Path, name: str, folder: Path) -> None:
             source, gguf_file=name, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise CheckpointError(f"transformers cannot read {source / name}: {error}") from error
+        raise CheckpointError(f"transformers cannot read {path}: {error}") from error
     model.config.quantization_config = None
     del model.config.quantization_config
     model.hf_quantizer = None

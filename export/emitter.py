@@ -121,14 +121,22 @@ class Emitter:
         return self._floats[value.name]
 
     def _dequantized(self, role: str, value: ir.Value) -> ir.Value:
-        """scale·(q − zero) by groups along the inputs."""
+        """scale·(q − zero), or scale·q + minimum, by groups along the inputs."""
         assert value.name is not None
         if value.name not in self._floats:
             scale = self.weight(f"{role}.scale")
             inputs = [value, scale, *([self.weight(f"{role}.zero")] if self.has(f"{role}.zero") else [])]
-            block = self._weights[role].shape[1] // self._weights[f"{role}.scale"].shape[1]
-            name = f"{value.name}.float"
-            self._floats[value.name] = self.op(name, "DequantizeLinear", inputs, axis=1, block_size=block)
+            (rows, columns), groups = self._weights[role].shape, self._weights[f"{role}.scale"].shape[1]
+            name, block = f"{value.name}.float", columns // groups
+            if not self.has(f"{role}.minimum"):
+                self._floats[value.name] = self.op(name, "DequantizeLinear", inputs, axis=1, block_size=block)
+                return self._floats[value.name]
+            steps = self.op(f"{name}.steps", "DequantizeLinear", inputs, axis=1, block_size=block)
+            shape = self.constant(np.array([rows, groups, block], np.int64))
+            blocks = self.op(f"{name}.blocks", "Reshape", [steps, shape])
+            raised = self.op(f"{name}.raised", "Add", [blocks, self.weight(f"{role}.minimum")])
+            flat = self.constant(np.array([rows, columns], np.int64))
+            self._floats[value.name] = self.op(name, "Reshape", [raised, flat])
         return self._floats[value.name]
 
     def constant(self, array: np.ndarray) -> ir.Value:  # type: ignore[type-arg]

@@ -74,14 +74,16 @@ def export_model(
     dry_run: bool = False,
     force: bool = False,
 ) -> ExportReport:
-    """Exports the HF folder `source` to `out`, which appears whole or not at all.
+    """Exports the HF folder or GGUF file `source` to `out`, which appears whole or not at all.
 
     `progress(done, total)` counts bytes of weights. An existing `out` is replaced only where it is an
     earlier export, or with `force`; never where it holds `source`. Raises ExportError (or SpecError)
     before anything large is written.
     """
-    if not source.is_dir():
-        raise ExportError(f"{source} is not a folder: give the folder of an HF checkpoint")
+    if not source.is_dir() and not (source.is_file() and source.suffix == ".gguf"):
+        raise ExportError(
+            f"{source} is neither a folder nor a .gguf file: give the folder of an HF checkpoint"
+        )
     if not dry_run:
         check_output(out, source, force=force)
     with opened(source, out.parent) as real:
@@ -111,13 +113,13 @@ def _export(
         parameters=sum(
             math.prod(weight.shape)
             for role, weight in plan.initializers.items()
-            if not role.startswith("rope.") and not role.endswith((".scale", ".zero", ".order"))
+            if not role.startswith("rope.") and not role.endswith((".scale", ".zero", ".minimum", ".order"))
         ),
         weight_bytes=plan.total_bytes,
         cache_bytes_per_token=_cache_bytes_per_token(plan.spec),
         tensors=tuple(plan.initializers.values()),
         ignored=plan.ignored,
-        notes=plan.notes,
+        notes=(*real.notes, *plan.notes),
         companions=companions,
         dry_run=dry_run,
     )
@@ -133,7 +135,7 @@ def _export(
                 parameters=report.parameters,
                 names=("config.json", *companions, *stamped),
                 ignored=plan.ignored,
-                notes=plan.notes,
+                notes=(*real.notes, *plan.notes),
             )
             write_sidecar(plan, folder / WEIGHTS_FILE, progress)
     return report
@@ -218,7 +220,10 @@ def record_source(
 
 
 def _stamps(source: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change (nanoseconds) of those of the files that are there."""
+    """Size and time of change (nanoseconds) of those of the files that are there; of `source` alone where it
+    is a file."""
+    if source.is_file():
+        source, names = source.parent, [source.name]
     paths = {name: source / name for name in names if (source / name).is_file()}
     return {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in sorted(paths.items())}
 

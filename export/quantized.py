@@ -1,5 +1,5 @@
-"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors and FP8, read and never rounded
-again.
+"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, read and never
+rounded again.
 
 Integer weights go into the sidecar as UINT4 or INT8 with a scale and a zero for each group, behind a
 DequantizeLinear in the graph, and so do FP8 weights as E4M3. Those of experts become bfloat16 numbers.
@@ -19,6 +19,7 @@ from enginebay.export.checkpoint import Checkpoint, TensorInfo
 from enginebay.export.config import MAX_INTEGER
 from enginebay.export.errors import CheckpointError, UnsupportedModelError
 from enginebay.export.fp8 import checked_fp8, expand_fp8, fp8_scales, read_array, to_floats
+from enginebay.export.gguf_blocks import ROW_BYTES, lay_blocks
 from enginebay.export.packed import (
     PackedLinear,
     check_scales,
@@ -52,10 +53,11 @@ class Stored:
 class Scheme:
     """How a checkpoint's linear layers are quantised, from its `quantization_config`.
 
-    method  gptq, awq, int-packed, int8, or fp8; bits of a value; `zero_offset`: what a stored GPTQ zero of
-            0 means;
-    `symmetric`: whether the config says that zeros are the middle; `block`: rows and columns that share an
-    FP8 scale
+    method      gptq, awq, int-packed, int8, fp8, or gguf (as export/gguf_model.py writes it)
+    bits        of a value
+    symmetric   whether the config says that zeros are the middle
+    zero_offset what a stored GPTQ zero of 0 means
+    block       rows and columns that share an FP8 scale
     """
 
     method: str
@@ -75,6 +77,7 @@ class Scheme:
             ),
             "int8": (("weight", "weight_scale"), ()),
             "fp8": (("weight",), ("weight_scale", "weight_scale_inv")),
+            "gguf": ((), tuple(ROW_BYTES)),
         }[self.method]
 
     def tensors(self, checkpoint: Checkpoint, weight: str) -> dict[str, TensorInfo] | None:
@@ -92,7 +95,7 @@ class Scheme:
         if self.method == "int8" and ("weight" not in found or found["weight"].dtype != "I8"):
             return None
         missing = [base + name for name in needed if name not in found]
-        if len(missing) == len(needed):
+        if not found or (needed and len(missing) == len(needed)):
             return None
         if missing:
             raise CheckpointError(
@@ -108,7 +111,8 @@ class Scheme:
         numbers: bool = False,
     ) -> dict[str, Stored]:
         """What the sidecar holds of layers concatenated along their rows, `shapes` [N, K] each: by role
-        suffix, "" for the values, ".scale", ".zero" where not symmetric, ".order" with an activation order.
+        suffix, "" for the values, ".scale", ".zero" where not symmetric, ".minimum" [N, groups, 1] in its
+        place where it is a float, ".order" with an activation order.
         With `numbers`, and where FP8 blocks do not divide K or are not multiples of FP8_GROUP, FP8 becomes
         bfloat16 and needs no scale.
 
@@ -120,6 +124,8 @@ class Scheme:
                 expand = [partial(expand_fp8, p, s, self.block) for p, s in zip(parts, shapes, strict=True)]
                 return {"": Stored("BF16", _joined(shapes), tuple(Computed(chunks) for chunks in expand))}
             return self._lay_fp8(parts, shapes)
+        if self.method == "gguf":
+            return _lay_gguf(parts, shapes)
         layers = [self._read(part, shape) for part, shape in zip(parts, shapes, strict=True)]
         read = [partial(self._read, part, shape) for part, shape in zip(parts, shapes, strict=True)]
         groups = {layer.scales.shape[1] for layer in layers}
@@ -217,19 +223,32 @@ class Scheme:
         return unpack_rows(arrays["weight_packed"], zeros, scales, order, columns=columns, bits=self.bits)
 
 
+def _lay_gguf(parts: Sequence[dict[str, TensorInfo]], shapes: Sequence[tuple[int, ...]]) -> dict[str, Stored]:
+    blocks = lay_blocks(parts, shapes)
+    rows, groups = blocks.scales.shape
+    result = {
+        "": Stored(blocks.dtype, blocks.shape, blocks.values),
+        ".scale": Stored("F32", (rows, groups), (_held(blocks.scales),)),
+    }
+    if blocks.minimums is not None:
+        result[".minimum"] = Stored("F32", (rows, groups, 1), (_held(blocks.minimums),))
+    elif blocks.zero:
+        zeros = np.full((rows, groups), blocks.zero, np.uint8)
+        result[".zero"] = Stored("U4", (rows, groups), (_held_bytes(pack_nibbles(_even(zeros))),))
+    return result
+
+
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme of config.json's `quantization_config`; None without one, or for MXFP4, which families read.
 
     UnsupportedModelError naming the method or option that is not read.
     """
     table = config.get("quantization_config")
-    if table is None:
-        return None
-    if not isinstance(table, dict):
+    if table is not None and not isinstance(table, dict):
         raise UnsupportedModelError(f"config.json: quantization_config is {table!r}, not an object")
-    method = table.get("quant_method")
-    if method == "mxfp4":
+    if table is None or table.get("quant_method") == "mxfp4":
         return None
+    method = table.get("quant_method")
     if method == "gptq":
         bits = _bits(table.get("bits"), (4, 8))
         version = table.get("checkpoint_format", "gptq")
@@ -238,6 +257,8 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
                 f"config.json: GPTQ checkpoint_format '{version}' is neither gptq nor gptq_v2"
             )
         return Scheme("gptq", bits, bool(table.get("sym", True)), zero_offset=1 if version == "gptq" else 0)
+    if method == "gguf":
+        return Scheme("gguf", 4)
     if method == "awq":
         if (version := str(table.get("version", "gemm")).lower()) != "gemm":
             raise UnsupportedModelError(f"config.json: AWQ version '{version}' is packed otherwise than gemm")

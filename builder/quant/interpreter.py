@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from enginebay.builder.lower.graph import through_cast
 from enginebay.builder.quant.experts import PARTS, ExpertWeights, experts_of, is_moe, run_moe
 from enginebay.builder.quant.formats import QuantizationError
-from enginebay.builder.quant.stored import stored_weights
+from enginebay.builder.quant.stored import is_weight, stored_weights
 from enginebay.builder.weights import WeightMatrix
 from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary
@@ -130,8 +130,8 @@ class Interpreter:
 
     def step(self, node: ir.Node, values: Values) -> None:
         """Computes the outputs of `node` into `values`. Linear layers are the caller's: see `linear`."""
-        if all(v is None or through_cast(v).is_initializer() for v in node.inputs):
-            return  # a Cast of weights, read where it is needed
+        if all(is_weight(v) for v in node.inputs):
+            return  # weights on their way from how they are stored, read where they are needed
         if node.domain == ops.DOMAIN and node.op_type == ops.PAGED_ATTENTION.name:
             values[node.outputs[0]] = self._attention(node, values)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -19,15 +19,16 @@ I4_CENTRE = 8
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """w = scale·(q − zero): values UINT4, INT8 or E4M3 [N, K], scales float32 [N, groups], zeros UINT4 [N,
-    groups] or None.
+    """w = scale·(q − zero), or scale·q + minimum: values UINT4, INT8 or E4M3 [N, K], scales float32 [N,
+    groups], zeros UINT4 [N, groups] or None, minimums float32 [N, groups, 1] or None.
 
     As a Quantizer it gives these values to any plan of its format.
     """
 
     values: ir.TensorProtocol
     scales: ir.TensorProtocol
-    zeros: ir.TensorProtocol | None
+    zeros: ir.TensorProtocol | None = None
+    minimums: ir.TensorProtocol | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,7 +43,7 @@ class StoredWeights:
             return WeightFormat("f8", columns // groups)
         if self.values.dtype == ir.DataType.INT8:
             return WeightFormat("i8", 0 if groups == 1 else columns // groups)
-        symmetric = self.zeros is None or bool((self._zeros() == I4_CENTRE).all())
+        symmetric = self.minimums is None and bool((self._zeros() == I4_CENTRE).all())
         return WeightFormat("i4", columns // groups, symmetric)
 
     def method(self, plan: LayerPlan) -> str:
@@ -53,15 +54,13 @@ class StoredWeights:
         fmt = plan.format
         assert fmt == self.format
         rows, columns = self.shape
-        scales, zeros = self.scales.numpy().astype(np.float32), None if self.zeros is None else self._zeros()
+        scales, lows = self.scales.numpy().astype(np.float32), None if fmt.symmetric else self._lows()
         step = max(1, CHUNK_BYTES // (4 * columns * ROW_GROUP)) * ROW_GROUP
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             values = read_values(self.values, start, stop)
             scale = np.ascontiguousarray(scales[start:stop])
-            minimums = None
-            if not fmt.symmetric and zeros is not None:
-                minimums = -scale * zeros[start:stop].astype(np.float32) + np.float32(0)
+            minimums = None if lows is None else np.ascontiguousarray(lows[start:stop])
             chunk = QuantizedRows(fmt, values, scale, minimums)
             yield QuantizedChunk(chunk, dequantize_rows(chunk))
 
@@ -70,14 +69,64 @@ class StoredWeights:
         plan = LayerPlan("", None, self.format)  # type: ignore[arg-type]
         return np.concatenate([chunk.exact for chunk in self.rows(plan)])
 
+    def _lows(self) -> NDArray[np.float32]:
+        """Minimums [N, groups] of 4-bit values."""
+        scales: NDArray[np.float32] = self.scales.numpy().astype(np.float32)
+        if self.minimums is not None:
+            return np.asarray(self.minimums.numpy(), np.float32).reshape(scales.shape)
+        return -scales * self._zeros().astype(np.float32) + np.float32(0)
+
     def _zeros(self) -> NDArray[np.uint8]:
-        assert self.zeros is not None
+        if self.zeros is None:
+            return np.zeros(tuple(self.scales.shape.numpy()), np.uint8)
         result: NDArray[np.uint8] = self.zeros.numpy().astype(np.uint8)
         return result
 
 
 def stored_weights(value: ir.Value) -> StoredWeights | None:
-    """What `value` stands for, if it is the DequantizeLinear, by groups along axis 1, of initializers."""
+    """What `value` stands for, if it is the DequantizeLinear, by groups along axis 1, of initializers; or the
+    Reshape of the Add of minimums [N, groups, 1] to the Reshape [N, groups, block] of one."""
+    added = _operands(_produced(value, "Reshape"), "Add")
+    if added is None:
+        return _dequantized(value)
+    blocks, minimums = added
+    steps = _produced(blocks, "Reshape")
+    stored = None if steps is None else _dequantized(steps)
+    if stored is None or minimums.const_value is None:
+        return None
+    return replace(stored, minimums=minimums.const_value)
+
+
+def is_weight(value: ir.Value | None) -> bool:
+    """Whether `value` is known before the model runs: an initializer, or what those that came quantised stand
+    for on the way to stored_weights."""
+    if value is None or value.is_initializer():
+        return True
+    node = value.producer()
+    known = ("Cast", "DequantizeLinear", "Reshape", "Add")
+    return (
+        node is not None
+        and node.domain == ""
+        and node.op_type in known
+        and all(is_weight(operand) for operand in reversed(node.inputs))
+    )
+
+
+def _produced(value: ir.Value | None, op_type: str) -> ir.Value | None:
+    """The first operand of the node `op_type` that gives `value`."""
+    node = None if value is None else value.producer()
+    return None if node is None or node.op_type != op_type or node.domain != "" else node.inputs[0]
+
+
+def _operands(value: ir.Value | None, op_type: str) -> tuple[ir.Value, ir.Value] | None:
+    first = _produced(value, op_type)
+    node = None if value is None else value.producer()
+    if first is None or node is None or node.inputs[1] is None:
+        return None
+    return first, node.inputs[1]
+
+
+def _dequantized(value: ir.Value) -> StoredWeights | None:
     node = value.producer()
     if node is None or node.op_type != "DequantizeLinear" or node.domain != "":
         return None

@@ -7,11 +7,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from export_support import check_against_oracle, engine_runner, make_model, save
+from export_support import ReferenceRunner, check_against_oracle, engine_runner, make_model, save
+from gguf_files import write_gguf
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -84,55 +83,6 @@ def test_a_truncated_pickle_is_refused(tmp_path: Path) -> None:
         export_model(folder, tmp_path / "out")
 
 
-def write_gguf(path: Path) -> None:
-    """A random llama with a tokenizer of single characters, Q8_0 matrices."""
-    rng = np.random.default_rng(3)
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(64)
-    tokens = ["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(61))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 64)
-    writer.add_token_types([3, 3, 3] + [1] * 61)
-    for key, token in (("bos", 1), ("eos", 2), ("unk", 0)):
-        getattr(writer, f"add_{key}_token_id")(token)
-
-    def add(name: str, *shape: int) -> None:
-        values = (rng.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, values * 0.2 + 1)
-            return
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-    add("token_embd.weight", 64, 32)
-    add("output_norm.weight", 32)
-    add("output.weight", 64, 32)
-    for layer in range(2):
-        at = f"blk.{layer}."
-        add(at + "attn_norm.weight", 32)
-        add(at + "ffn_norm.weight", 32)
-        add(at + "attn_q.weight", 32, 32)
-        add(at + "attn_k.weight", 16, 32)
-        add(at + "attn_v.weight", 16, 32)
-        add(at + "attn_output.weight", 32, 32)
-        add(at + "ffn_gate.weight", 64, 32)
-        add(at + "ffn_up.weight", 64, 32)
-        add(at + "ffn_down.weight", 32, 64)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_a_gguf_folder_exports_as_transformers_reads_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -144,12 +94,12 @@ def test_a_gguf_folder_exports_as_transformers_reads_it(tmp_path: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(oracle)
-    check_against_oracle(folder, (29, 17), reference=oracle)
+    check_against_oracle(folder, (29, 17), reference=oracle, make_runner=ReferenceRunner)
     assert (tmp_path / "model.exported" / "tokenizer.json").is_file()
     assert is_current(folder, tmp_path / "model.exported")
     result = verify(engine_runner(tmp_path / "model.exported"), folder, tokens=64, window=32)
     assert result.text
-    assert result.max_abs_logit_error < 1e-3
+    assert result.max_abs_logit_error < 0.2  # blocks stay integers, whose inputs the kernels round to int8
 
 
 def test_two_gguf_files_are_ambiguous(tmp_path: Path) -> None:
@@ -163,5 +113,5 @@ def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "broken.gguf").write_bytes(b"GGUF" + b"\0" * 64)
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
         export_model(folder, tmp_path / "out")
