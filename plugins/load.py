@@ -76,6 +76,7 @@ class _AttentionDesc(ctypes.Structure):
         *((name, c_int32) for name in ("rope_interleaved", "causal", "window")),
         *((name, c_float) for name in ("scale", "softcap", "norm_epsilon")),
         *((name, c_int32) for name in ("io_dtype", "cache_dtype", "latent_dim", "cache_scale_dim")),
+        *((name, c_int32) for name in ("num_blocks_int8", "num_blocks_int4")),
     )
 
 
@@ -85,6 +86,9 @@ _ATTENTION_POINTERS = (
 )
 
 
+_ATTENTION_TIERS = ("cache_int8", "cache_int4")
+
+
 class _AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("tokens", c_int64),
@@ -92,6 +96,7 @@ class _AttentionArgs(ctypes.Structure):
         *((name, c_void_p) for name in _ATTENTION_POINTERS),
         ("tree_mask", c_void_p),
         ("tree_words", c_int32),
+        *((name, c_void_p) for name in _ATTENTION_TIERS),
     )
 
 
@@ -316,6 +321,10 @@ class KernelLibrary:
         arrays = {**inputs, "qkv": qkv, "cache": cache, "attention": attention}
         pointers = (_pointer(arrays.pop(name, None)) for name in _ATTENTION_POINTERS)
         args = _AttentionArgs(tokens, sequences, *pointers)
+        for name in _ATTENTION_TIERS:
+            if (pool := arrays.pop(name, None)) is not None:
+                setattr(desc, f"num_blocks_{name.removeprefix('cache_')}", pool.shape[0])
+                setattr(args, name, _pointer(pool))
         if arrays:
             raise PluginError(f"run_attention: no such input: {', '.join(arrays)}")
         ints, size = c_size_t(), c_size_t()

@@ -141,6 +141,8 @@ def paged_attention(
     k_norm: Array | None = None,
     sinks: Array | None = None,
     cache_scales: Array | None = None,
+    cache_int8: NDArray[np.int8] | None = None,
+    cache_int4: NDArray[np.uint8] | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -214,6 +216,10 @@ def paged_attention(
                 stored = encode(vectors[token], scales[part], cache.dtype)
                 cache[slot // block_size, part, slot % block_size] = stored
 
+    tiers = [pool for pool in (cache, cache_int8, cache_int4) if pool is not None]
+    pools = np.concatenate(
+        [decode(pool, scales[:, None]) for pool in tiers]
+    )  # [blocks, 2, block_size, Hkv, D]
     group = num_heads // num_kv_heads
     for sequence, length in enumerate(kv_len):
         first, end = query_start[sequence], query_start[sequence + 1]
@@ -222,8 +228,7 @@ def paged_attention(
             last = position + 1 if causal else int(length)
             start = max(0, position - window + 1) if window else 0
             where = np.arange(start, last)
-            stored = cache[block_table[sequence, where // block_size], :, where % block_size]
-            rows = decode(stored, scales)
+            rows = pools[block_table[sequence, where // block_size], :, where % block_size]
             for head in range(num_heads):
                 key, value = rows[:, 0, head // group], rows[:, 1, head // group]
                 score = key @ queries[token, head] * scale

@@ -55,7 +55,7 @@ AttentionDesc = _struct(
     (c_int32, "num_heads num_kv_heads head_dim block_size num_blocks table_width rotary_dim rope_positions"),
     (c_int32, "rope_interleaved causal window"),
     (c_float, "scale softcap norm_epsilon"),
-    (c_int32, "io_dtype cache_dtype latent_dim cache_scale_dim"),
+    (c_int32, "io_dtype cache_dtype latent_dim cache_scale_dim num_blocks_int8 num_blocks_int4"),
 )
 AttentionArgs = _struct(
     "AttentionArgs",
@@ -63,6 +63,7 @@ AttentionArgs = _struct(
     (c_void_p, "qkv cache query_start kv_len block_table slot_mapping position_ids rope_cos rope_sin"),
     (c_void_p, "q_norm k_norm sinks attention cache_scales tree_mask"),
     (c_int32, "tree_words"),
+    (c_void_p, "cache_int8 cache_int4"),
 )
 SpecDesc = _struct("SpecDesc", (c_int32, "vocab max_depth dtype"))
 SpecArgs = _struct(

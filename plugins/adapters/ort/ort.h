@@ -24,6 +24,7 @@ constexpr Type kBfloat16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr Type kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr Type kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr Type kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 constexpr Type kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 // Stands for the type of the activations, of which a library may have several; no ONNX type has this number.
 constexpr Type kIo = static_cast<Type>(31);

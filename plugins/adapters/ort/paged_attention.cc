@@ -17,11 +17,13 @@ enum Input {
   kQNorm,
   kKNorm,
   kSinks,
-  kCacheScales
+  kCacheScales,
+  kCacheInt8,
+  kCacheInt4
 };
-constexpr const char* kNames[] = {"qkv",          "cache",        "query_start", "kv_len",   "block_table",
-                                  "slot_mapping", "position_ids", "rope_cos",    "rope_sin", "q_norm",
-                                  "k_norm",       "sinks",        "cache_scales"};
+constexpr const char* kNames[] = {"qkv",          "cache",        "query_start",  "kv_len",     "block_table",
+                                  "slot_mapping", "position_ids", "rope_cos",     "rope_sin",   "q_norm",
+                                  "k_norm",       "sinks",        "cache_scales", "cache_int8", "cache_int4"};
 
 }  // namespace
 
@@ -55,6 +57,7 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
   const int64_t tokens = in[kQkv].shape[0], sequences = in[kBlockTable].shape[0];
   const int64_t half = in[kRopeCos].present() ? in[kRopeCos].shape[1] : kFree;
   const int64_t row = desc_.cache_dtype == EB_I4 ? eb_int4_cache_row_bytes(desc_.head_dim) : desc_.head_dim;
+  const int64_t block = in[kCache].shape[2];
   struct Shape {
     int rank;
     int64_t shape[5];
@@ -75,12 +78,14 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
       {1, {desc_.num_heads}},
       in[kCacheScales].rank == 2 ? Shape{2, {latent ? 1 : 2, desc_.num_kv_heads}}
                                  : Shape{3, {latent ? 1 : 2, desc_.num_kv_heads, desc_.head_dim}},
+      {5, {kFree, 2, block, desc_.num_kv_heads, desc_.head_dim}},
+      {5, {kFree, 2, block, desc_.num_kv_heads, eb_int4_cache_row_bytes(desc_.head_dim)}},
   };
   if (in[kRopeCos].present() != in[kRopeSin].present()) {
     return refuse(node_, "rope_cos and rope_sin come together; only %s is connected",
                   in[kRopeCos].present() ? "rope_cos" : "rope_sin");
   }
-  for (int i = kQkv; i <= kCacheScales; ++i) {
+  for (int i = kQkv; i <= kCacheInt4; ++i) {
     if (!in[i].present()) {
       if (i <= kPositionIds) return refuse(node_, "input %s is not connected", kNames[i]);
       continue;
@@ -100,7 +105,7 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
 OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   Call call(context);
   Tensor in[kInputCount];
-  for (int i = kQkv; i <= kCacheScales; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
+  for (int i = kQkv; i <= kCacheInt4; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
   EB_ORT_RETURN_IF_ERROR(check_shapes(in));
 
   eb_paged_attention_desc desc = desc_;
@@ -111,6 +116,13 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   }
   desc.num_blocks = static_cast<int32_t>(in[kCache].shape[0]);
   desc.block_size = static_cast<int32_t>(block_size);
+  for (const auto& [input, blocks] :
+       {std::pair{kCacheInt8, &desc.num_blocks_int8}, std::pair{kCacheInt4, &desc.num_blocks_int4}}) {
+    if (!in[input].present()) continue;
+    if (in[input].shape[0] > INT32_MAX)
+      return refuse(node_, "%s has a dimension beyond 32 bits", kNames[input]);
+    *blocks = static_cast<int32_t>(in[input].shape[0]);
+  }
   desc.table_width = static_cast<int32_t>(in[kBlockTable].shape[1]);
   if (in[kRopeCos].present()) {
     desc.rope_positions = static_cast<int32_t>(in[kRopeCos].shape[0]);
@@ -148,6 +160,8 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   args.k_norm = static_cast<const float*>(in[kKNorm].data);
   args.sinks = static_cast<const float*>(in[kSinks].data);
   args.cache_scales = static_cast<const float*>(in[kCacheScales].data);
+  args.cache_int8 = in[kCacheInt8].data;
+  args.cache_int4 = in[kCacheInt4].data;
   args.attention = attention;
   int32_t* plan;
   void* memory;

@@ -21,6 +21,8 @@ typedef struct eb_paged_attention_desc {
   eb_dtype cache_dtype;
   int32_t latent_dim;      /* C; 0: none. Else multi-head latent attention, see below */
   int32_t cache_scale_dim; /* scales a head has in cache_scales: head_dim, or 0 or 1 for a single one */
+  /* Blocks of cache_int8 and cache_int4; 0: no such pool. See eb_paged_attention_args. */
+  int32_t num_blocks_int8, num_blocks_int4;
 } eb_paged_attention_desc;
 
 /* Latent attention: num_kv_heads is 1, head_dim C + R with R = rotary_dim; every head attends to one cached
@@ -65,6 +67,11 @@ typedef struct eb_paged_attention_args {
    * says. */
   const uint32_t* tree_mask;
   int32_t tree_words;
+  /* Colder pools of a float cache, read only: [num_blocks_int8, 2, block_size, Hkv, D], which cache_scales
+   * then belong to, and [num_blocks_int4, 2, block_size, Hkv, eb_int4_cache_row_bytes(D)]. Block ids of the
+   * table count on from num_blocks through cache_int8, then cache_int4; slots lie in the first pool. */
+  const void* cache_int8;
+  const void* cache_int4;
 } eb_paged_attention_args;
 
 /* Ints of the plan and bytes of workspace for this step (host pointers to query_start and kv_len). */

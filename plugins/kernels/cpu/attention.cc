@@ -69,12 +69,13 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
   const AttentionKernels& kernels = kernels_for(features.isa);
 
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + 63) & ~uintptr_t{63});
-  const AttentionCall call{desc,
-                           args,
-                           attention_shape(*desc),
-                           cache_scales(*desc, *args),
-                           reinterpret_cast<float*>(base + workspace.queries),
-                           reinterpret_cast<float*>(base + workspace.parts)};
+  AttentionCall call{};
+  call.desc = desc, call.args = args;
+  call.shape = attention_shape(*desc);
+  (is_tiered(*desc) ? call.tier_scales : call.scales) = cache_scales(*desc, *args);
+  cache_pools(*desc, *args, call.pools);
+  call.queries = reinterpret_cast<float*>(base + workspace.queries);
+  call.parts = reinterpret_cast<float*>(base + workspace.parts);
   const int64_t tokens = args->query_start[args->sequences];
   const int64_t out_width = int64_t{desc->num_heads} * call.shape.value_dim;
   std::memset(static_cast<float*>(args->attention) + tokens * out_width, 0,

@@ -102,12 +102,28 @@ struct AttentionWorkspace {
 AttentionWorkspace attention_workspace(const eb_context* context, const eb_paged_attention_desc& desc,
                                        int64_t tokens, const PlanBounds& bounds);
 
+// One pool of a tiered cache: blocks [first_block, end_block) of the block tables; strides in bytes.
+struct CachePool {
+  const char* base;
+  eb_dtype dtype;
+  int32_t first_block, end_block;
+  int64_t row_bytes, token_stride, value_offset, block_stride;
+};
+constexpr int kMostPools = 3;
+inline bool is_tiered(const eb_paged_attention_desc& desc) {
+  return desc.num_blocks_int8 > 0 || desc.num_blocks_int4 > 0;
+}
+void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args,
+                 CachePool (&pools)[kMostPools]);
+
 // Everything a kernel reads.
 struct AttentionCall {
   const eb_paged_attention_desc* desc;
   const eb_paged_attention_args* args;
   AttentionShape shape;
-  CacheScales scales;
+  CacheScales scales;       // of the cache that is written; those of a tiered one are none
+  CacheScales tier_scales;  // of the int8 pool of a tiered cache
+  CachePool pools[kMostPools];
   float* queries;
   float* parts;
 };

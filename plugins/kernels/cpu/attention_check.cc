@@ -32,6 +32,34 @@ CacheScales cache_scales(const eb_paged_attention_desc& desc, const eb_paged_att
   return {args.cache_scales, values, stride, channels ? 1 : 0};
 }
 
+void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args,
+                 CachePool (&pools)[kMostPools]) {
+  const int64_t dim = desc.head_dim;
+  const struct {
+    const void* base;
+    eb_dtype dtype;
+    int32_t blocks;
+    int64_t row_bytes;
+  } each[kMostPools] = {
+      {args.cache, desc.cache_dtype, desc.num_blocks, dim * (desc.cache_dtype == EB_F32 ? 4 : 2)},
+      {args.cache_int8, EB_I8, desc.num_blocks_int8, dim},
+      {args.cache_int4, EB_I4, desc.num_blocks_int4, eb_int4_cache_row_bytes(desc.head_dim)},
+  };
+  int32_t first = 0;
+  for (int i = 0; i < kMostPools; ++i) {
+    const int64_t token = each[i].row_bytes * desc.num_kv_heads, values = token * desc.block_size;
+    pools[i] = {static_cast<const char*>(each[i].base),
+                each[i].dtype,
+                first,
+                first + each[i].blocks,
+                each[i].row_bytes,
+                token,
+                values,
+                2 * values};
+    first += each[i].blocks;
+  }
+}
+
 namespace {
 
 bool is_eight_bits(eb_dtype dtype) { return dtype == EB_F8E4M3 || dtype == EB_I8; }
@@ -39,7 +67,7 @@ bool is_eight_bits(eb_dtype dtype) { return dtype == EB_F8E4M3 || dtype == EB_I8
 eb_status check_cache_scales(const eb_context* context, const eb_paged_attention_desc& desc,
                              const eb_paged_attention_args& args) {
   if (args.cache_scales == nullptr) return EB_OK;
-  if (!is_eight_bits(desc.cache_dtype)) {
+  if (!is_eight_bits(desc.cache_dtype) && desc.num_blocks_int8 == 0) {
     return fail(context, EB_INVALID_ARGUMENT,
                 "PagedAttention: cache_scales given for a %s cache, which has none",
                 dtype_name(desc.cache_dtype));
@@ -75,6 +103,8 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
       {"head_dim", desc->head_dim, 1, 1 << 20},
       {"block_size", desc->block_size, 1, 1 << 20},
       {"num_blocks", desc->num_blocks, 0, INT32_MAX},
+      {"num_blocks_int8", desc->num_blocks_int8, 0, INT32_MAX - desc->num_blocks},
+      {"num_blocks_int4", desc->num_blocks_int4, 0, INT32_MAX - desc->num_blocks - desc->num_blocks_int8},
       {"table_width", desc->table_width, 0, INT32_MAX},
       {"rotary_dim", desc->rotary_dim, 0, desc->head_dim},
       {"rope_positions", desc->rope_positions, 0, INT32_MAX},
@@ -127,7 +157,17 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
                 "PagedAttention: cache is %s; expected float32, float16, bfloat16, float8e4m3, int8 or int4",
                 dtype_name(desc->cache_dtype));
   }
-  if (desc->cache_dtype == EB_I4 && desc->head_dim % kInt4Group != 0) {
+  const bool wide =
+      desc->cache_dtype == EB_F32 || desc->cache_dtype == EB_F16 || desc->cache_dtype == EB_BF16;
+  if (is_tiered(*desc) && (!wide || desc->latent_dim > 0)) {
+    return fail(
+        context, EB_UNSUPPORTED,
+        "PagedAttention: cache_int8 and cache_int4 beside a %s cache with latent_dim %d; they go with "
+        "float32, float16 and bfloat16 caches without latents",
+        dtype_name(desc->cache_dtype), desc->latent_dim);
+  }
+  const bool int4 = desc->cache_dtype == EB_I4 || desc->num_blocks_int4 > 0;
+  if (int4 && desc->head_dim % kInt4Group != 0) {
     return fail(context, EB_UNSUPPORTED,
                 "PagedAttention: head_dim %d is no multiple of %d, which an int4 cache takes", desc->head_dim,
                 kInt4Group);
@@ -204,6 +244,8 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
       {"qkv", args.qkv == nullptr && args.tokens > 0},
       {"attention", args.attention == nullptr && args.tokens > 0},
       {"cache", args.cache == nullptr && desc.num_blocks > 0},
+      {"cache_int8", args.cache_int8 == nullptr && desc.num_blocks_int8 > 0},
+      {"cache_int4", args.cache_int4 == nullptr && desc.num_blocks_int4 > 0},
       {"block_table", args.block_table == nullptr && args.sequences > 0 && desc.table_width > 0},
       {"slot_mapping", args.slot_mapping == nullptr && args.tokens > 0},
       {"position_ids", rope && args.position_ids == nullptr && args.tokens > 0},
@@ -215,6 +257,7 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
       return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: %s is null", pointer.name);
   }
   const int64_t slots = int64_t{desc.num_blocks} * desc.block_size;
+  const int32_t blocks = desc.num_blocks + desc.num_blocks_int8 + desc.num_blocks_int4;
   const int32_t used = args.query_start[args.sequences];
   for (int32_t token = 0; token < used; ++token) {
     const int32_t slot = args.slot_mapping[token];
@@ -237,10 +280,10 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
     const int64_t last = (args.kv_len[b] - 1) / desc.block_size;
     const int32_t* table = args.block_table + b * desc.table_width;
     for (int64_t i = first; i <= last; ++i) {
-      if (table[i] < 0 || table[i] >= desc.num_blocks) {
+      if (table[i] < 0 || table[i] >= blocks) {
         return fail(context, EB_INVALID_ARGUMENT,
                     "PagedAttention: block_table[%d][%d] is %d; the cache has %d blocks", static_cast<int>(b),
-                    static_cast<int>(i), table[i], desc.num_blocks);
+                    static_cast<int>(i), table[i], blocks);
       }
     }
   }

@@ -28,6 +28,7 @@ struct AttentionEntry {
   }
   static void attend(const AttentionCall& call, const AttentionJob& job, const AttentionJob* following,
                      float* scratch) {
+    if (is_tiered(*call.desc)) return attend_heads<V, Tiered>(call, job, following, scratch);
     switch (call.desc->cache_dtype) {
       case EB_F16:
         return attend_heads<V, Fp16>(call, job, following, scratch);

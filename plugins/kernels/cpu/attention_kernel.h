@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "attention_micro.h"
 #include "attention_rows.h"
+#include "attention_tiers.h"
 #include "simd_common.h"
 
 namespace enginebay {
@@ -102,14 +103,15 @@ class TileAttention {
   // Cache positions [start, start + tile.count), of key head `head` of those that tile's rows begin with.
   void attend_tile(const TileRows<T>& tile, int64_t start, int head, Ahead<T> ahead) {
     const int count = tile.count;
-    for (int j = 0; j < kTile; ++j) {
-      key_rows_[j] = tile.keys[j] + head * shape_.row_elements;
-      value_rows_[j] = key_rows_[j] + shape_.value_offset;
-    }
     const bool transposed = rows_ >= kRowsToTranspose;
+    if constexpr (kExpands<T>) {
+      expand(tile, head, false, transposed ? values_ : keys_, key_rows_);
+    } else {
+      for (int j = 0; j < kTile; ++j) key_rows_[j] = tile.key(j, head), value_rows_[j] = tile.value(j, head);
+    }
     if (transposed) transpose_keys(tile.first, count);
-    const bool converted = transposed && !std::is_same_v<T, float>;
-    if (converted) convert_values(tile.first, count);
+    const bool converted = kExpands<T> || (transposed && !std::is_same_v<T, float>);
+    if (converted) expand(tile, head, true, values_, float_rows_);
     for (int row = 0; row < rows_; row += kGroupRows) {
       const int rows = smaller(rows_ - row, kGroupRows);
       const int from = larger(first_visible_of(row) - start, 0);
@@ -127,6 +129,7 @@ class TileAttention {
 
  private:
   static constexpr int kVectors = kTile / V::kWidth;
+  using Element = std::conditional_t<kExpands<T>, float, T>;  // what the inner loops read
 
   bool alone() const { return tile_.part_token < 0; }
   // The only split's sums are the total: merged into nothing they would keep their bits.
@@ -174,13 +177,15 @@ class TileAttention {
     }
   }
 
-  // Values of a narrow cache, once for all rows of the tile.
-  void convert_values(int first, int count) {
-    for (int j = first; j < count; ++j) {
-      float* row = values_ + int64_t{j} * padded_;
-      for (int d = 0; d < dim_; d += V::kWidth) V::store(row + d, load_row<V, true>(value_rows_[j], d, dim_));
-      float_rows_[j] = row;
+  // Keys or values as floats, once for all rows of the tile.
+  void expand(const TileRows<T>& tile, int head, bool values, float* room, const float** rows) {
+    for (int j = tile.first; j < tile.count; ++j) {
+      float* const row = room + int64_t{j} * padded_;
+      tile.template expand<V>(j, head, values, dim_, row);
+      rows[j] = row;
     }
+    for (int j = 0; j < tile.first; ++j) rows[j] = rows[tile.first];
+    for (int j = tile.count; j < kTile; ++j) rows[j] = rows[tile.first];
   }
 
   // weights_[row][j] = q . k of the vectors of positions that overlap [from, to).
@@ -195,9 +200,9 @@ class TileAttention {
       if (transposed) {
         scores = score_transposed<V>(queries, keys_ + j, padded_);
       } else if (dim_ % W == 0) {
-        score_straight<V, T, false>(queries, rows, key_rows_ + j, dim_, scores.row);
+        score_straight<V, Element, false>(queries, rows, key_rows_ + j, dim_, scores.row);
       } else {
-        score_straight<V, T, true>(queries, rows, key_rows_ + j, dim_, scores.row);
+        score_straight<V, Element, true>(queries, rows, key_rows_ + j, dim_, scores.row);
       }
       for (int r = 0; r < rows; ++r) V::store(weights + int64_t{r} * kTile, scores.row[r]);
     }
@@ -249,7 +254,7 @@ class TileAttention {
                             padded_,
                             from,
                             to};
-    if (converted) {
+    if (kExpands<T> || converted) {
       accumulate_rows<V>(work, float_rows_, ahead);
     } else {
       accumulate_rows<V>(work, value_rows_, ahead);
@@ -290,8 +295,8 @@ class TileAttention {
   int64_t kv_len_, first_position_;
   float *keys_, *values_, *weights_, *factor_;
   Sums part_, total_;
-  const T* key_rows_[kTile];
-  const T* value_rows_[kTile];
+  const Element* key_rows_[kTile];
+  const Element* value_rows_[kTile];
   const float* float_rows_[kTile];  // rows of values_
 };
 
@@ -341,7 +346,8 @@ void attend_heads(const AttentionCall& call, const AttentionJob& job, const Atte
           heads_ahead = following->heads;
         }
         for (int i = 0; i < turn.heads; ++i) {
-          group[i]->attend_tile(*now, start, i, {i < heads_ahead ? next : nullptr, call.shape, i});
+          group[i]->attend_tile(*now, start, i,
+                                {i < heads_ahead ? next : nullptr, i, call.shape.value_offset > 0});
         }
         std::swap(now, next);
       }

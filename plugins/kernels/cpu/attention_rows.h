@@ -2,6 +2,8 @@
 #ifndef ENGINEBAY_ATTENTION_ROWS_H
 #define ENGINEBAY_ATTENTION_ROWS_H
 
+#include <type_traits>
+
 #include "attention.h"
 #include "simd_common.h"
 
@@ -12,6 +14,9 @@ inline int64_t smaller64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger64(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int smaller(int64_t a, int64_t b) { return static_cast<int>(smaller64(a, b)); }
 inline int larger(int64_t a, int64_t b) { return static_cast<int>(larger64(a, b)); }
+
+// Stands for the element type of a cache of several pools (attention_tiers.h).
+struct Tiered {};
 
 // Cache position of a tile's first token.
 inline int64_t first_position(const AttentionCall& call, const PlanTile& tile) {
@@ -32,30 +37,47 @@ inline Span span(const AttentionCall& call, const AttentionJob& job) {
           smaller64(int64_t{job.end_split} * kSplit, last)};
 }
 
+// Whether rows of T become floats before the inner loops read them: what takes long to convert.
+template <class T>
+constexpr bool kExpands = std::is_same_v<T, Int4> || std::is_same_v<T, Tiered>;
+
 // Rows of keys of the cache positions of one tile, of a job's first key head; the others follow row_elements
 // apart, values value_offset behind.
 template <class T>
-struct TileRows {
-  const T* keys[kTile];
+class TileRows {
+ public:
   int first, count;  // positions outside [first, count) borrow the first's row, and are masked
 
-  // Positions [start, start + count) of a sequence.
+  // Positions [start + from, start + to) of a sequence.
   void locate(const AttentionCall& call, int sequence, int first_head, int64_t start, int from, int to) {
     const eb_paged_attention_desc& desc = *call.desc;
     const AttentionShape& shape = call.shape;
     const int32_t* table = call.args->block_table + int64_t{sequence} * desc.table_width;
     const T* cache = static_cast<const T*>(call.args->cache) + first_head * shape.row_elements;
     first = from, count = to;
+    row_elements_ = shape.row_elements, value_offset_ = shape.value_offset;
     int64_t block = (start + from) / desc.block_size;
     int offset = static_cast<int>((start + from) % desc.block_size);
     for (int j = from; j < to; ++block, offset = 0) {
       const T* row = cache + table[block] * shape.block_stride + offset * shape.token_stride;
       const int end = smaller(to, j + int64_t{desc.block_size} - offset);
-      for (; j < end; ++j, row += shape.token_stride) keys[j] = row;
+      for (; j < end; ++j, row += shape.token_stride) keys_[j] = row;
     }
-    for (int j = 0; j < from; ++j) keys[j] = keys[from];
-    for (int j = to; j < kTile; ++j) keys[j] = keys[from];
+    for (int j = 0; j < from; ++j) keys_[j] = keys_[from];
+    for (int j = to; j < kTile; ++j) keys_[j] = keys_[from];
   }
+
+  const T* key(int j, int head) const { return keys_[j] + head * row_elements_; }
+  const T* value(int j, int head) const { return key(j, head) + value_offset_; }
+  int64_t row_bytes(int) const { return row_elements_ * static_cast<int64_t>(sizeof(T)); }
+  template <class V>
+  void expand(int j, int head, bool values, int dim, float* to) const {
+    expand_row<V>(values ? value(j, head) : key(j, head), dim, to);
+  }
+
+ private:
+  const T* keys_[kTile];
+  int64_t row_elements_, value_offset_;
 };
 
 // Asks for the rows of a tile that comes next, some at a time: memory answers while the present tile is
@@ -63,33 +85,34 @@ struct TileRows {
 template <class T>
 class Ahead {
  public:
-  // `tile` may be null: nothing comes next.
-  Ahead(const TileRows<T>* tile, const AttentionShape& shape, int head)
+  // `tile` may be null: nothing comes next. Values that are their keys' elements are not asked for twice.
+  Ahead(const TileRows<T>* tile, int head, bool separate_values)
       : tile_(tile),
+        head_(head),
         keys_(tile == nullptr ? 0 : tile->first),
         values_(keys_),
-        end_(tile == nullptr || shape.value_offset == 0 ? keys_ : tile->count),
-        end_keys_(tile == nullptr ? 0 : tile->count),
-        offset_(head * shape.row_elements),
-        value_offset_(offset_ + shape.value_offset),
-        bytes_(static_cast<int>(shape.row_elements * sizeof(T))) {}
+        end_(tile == nullptr ? 0 : tile->count),
+        end_values_(separate_values ? end_ : values_) {}
 
-  void fetch_keys(int rows) { fetch(&keys_, smaller(end_keys_, int64_t{keys_} + rows), offset_); }
-  void fetch_values(int rows) { fetch(&values_, smaller(end_, int64_t{values_} + rows), value_offset_); }
-
- private:
-  void fetch(int* next, int end, int64_t offset) const {
-    constexpr int kLine = 64;
-    for (; *next < end; ++*next) {
-      const char* row = reinterpret_cast<const char*>(tile_->keys[*next] + offset);
-      for (int i = 0; i < bytes_; i += kLine) __builtin_prefetch(row + i, 0, 2);
+  void fetch_keys(int rows) {
+    for (const int end = smaller(end_, int64_t{keys_} + rows); keys_ < end; ++keys_) {
+      request(tile_->key(keys_, head_), tile_->row_bytes(keys_));
+    }
+  }
+  void fetch_values(int rows) {
+    for (const int end = smaller(end_values_, int64_t{values_} + rows); values_ < end; ++values_) {
+      request(tile_->value(values_, head_), tile_->row_bytes(values_));
     }
   }
 
+ private:
+  static void request(const void* row, int64_t bytes) {
+    constexpr int kLine = 64;
+    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+  }
+
   const TileRows<T>* tile_;
-  int keys_, values_, end_, end_keys_;
-  int64_t offset_, value_offset_;
-  int bytes_;
+  int head_, keys_, values_, end_, end_values_;
 };
 
 }  // namespace

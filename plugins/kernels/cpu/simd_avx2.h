@@ -37,12 +37,19 @@ struct Avx2 {
     const __m128i marked = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
     return _mm256_mul_ps(_mm256_cvtph_ps(marked), _mm256_set1_ps(256.0f));
   }
-  static F load_halves(const uint8_t* from, int shift) {
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    const __m256i half = _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(shift));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(half, _mm256_set1_epi32(15)));
+  static void expand_int4(const uint8_t* codes, const uint8_t* factors, float* to) {
+    uint32_t both;
+    std::memcpy(&both, factors, sizeof both);
+    const __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(both)));
+    const F scale = _mm256_broadcastss_ps(pair), minimum = _mm256_broadcastss_ps(_mm_movehdup_ps(pair));
+    for (int i = 0; i < 16; i += 8) {
+      const __m256i bytes =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+      const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(bytes, 4);
+      store(to + i, _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(low), minimum));
+      store(to + i + 16, _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(high), minimum));
+    }
   }
-  static F set1_fp16(uint16_t bits) { return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(bits))); }
   static void store(float* to, F value) { _mm256_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

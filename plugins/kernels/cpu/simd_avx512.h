@@ -38,12 +38,18 @@ struct Avx512 {
     const __m256i marked = _mm256_mask_set1_epi16(half, nan, 0x7e00);
     return _mm512_mul_ps(_mm512_cvtph_ps(marked), _mm512_set1_ps(256.0f));
   }
-  static F load_halves(const uint8_t* from, int shift) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    const __m512i half = _mm512_srl_epi32(bytes, _mm_cvtsi32_si128(shift));
-    return _mm512_cvtepi32_ps(_mm512_and_si512(half, _mm512_set1_epi32(15)));
+  static void expand_int4(const uint8_t* codes, const uint8_t* factors, float* to) {
+    uint32_t both;
+    std::memcpy(&both, factors, sizeof both);
+    const __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(both)));
+    const F iota = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    // What each code stands for; a permutation looks at 4 bits of an index.
+    const F table =
+        _mm512_fmadd_ps(_mm512_broadcastss_ps(pair), iota, _mm512_broadcastss_ps(_mm_movehdup_ps(pair)));
+    const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    store(to, _mm512_permutexvar_ps(index, table));
+    store(to + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(index, 4), table));
   }
-  static F set1_fp16(uint16_t bits) { return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(bits))); }
   static void store(float* to, F value) { _mm512_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm512_add_ps(a, b); }

@@ -22,12 +22,16 @@ struct Baseline {
   static F load(const T* from) {
     return _mm_setr_ps(to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3]));
   }
-  // The 4 bits from `shift` on (0 or 4) of each byte.
-  static F load_halves(const uint8_t* from, int shift) {
-    const auto code = [=](int i) { return static_cast<float>((from[i] >> shift) & 15); };
-    return _mm_setr_ps(code(0), code(1), code(2), code(3));
+  // The 32 values of a group of an INT4 row.
+  static void expand_int4(const uint8_t* codes, const uint8_t* factors, float* to) {
+    uint16_t both[2];
+    std::memcpy(both, factors, sizeof both);
+    const float scale = fp16_to_float(both[0]), minimum = fp16_to_float(both[1]);
+    for (int i = 0; i < 16; ++i) {
+      to[i] = scale * static_cast<float>(codes[i] & 15) + minimum;
+      to[i + 16] = scale * static_cast<float>(codes[i] >> 4) + minimum;
+    }
   }
-  static F set1_fp16(uint16_t bits) { return _mm_set1_ps(fp16_to_float(bits)); }
   static void store(float* to, F value) { _mm_storeu_ps(to, value); }
 
   static F add(F a, F b) { return _mm_add_ps(a, b); }

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "float16.h"
 
@@ -62,18 +61,20 @@ inline typename V::F load_first(const T* from, int count) {
 // Values d.. of a row of `dim`; kPartial: the row ends within the vector, zeros follow.
 template <class V, bool kPartial, class T>
 inline typename V::F load_row(const T* row, int d, int dim) {
-  if constexpr (std::is_same_v<T, Int4>) {
-    static_assert(kInt4Group % (2 * V::kWidth) == 0);  // a vector lies within half a group
-    const int group = d / kInt4Group, within = d % kInt4Group;
-    constexpr int kHalf = kInt4Group / 2;
-    const auto codes = V::load_halves(&row->bits + group * kHalf + within % kHalf, within / kHalf * 4);
-    uint16_t factors[2];
-    std::memcpy(factors, row + dim / 2 + group * 4, sizeof factors);
-    return V::fma(V::set1_fp16(factors[0]), codes, V::set1_fp16(factors[1]));
-  } else if constexpr (kPartial) {
-    return load_first<V>(row + d, dim - d);
-  } else {
-    return V::load(row + d);
+  if constexpr (kPartial) return load_first<V>(row + d, dim - d);
+  return V::load(row + d);
+}
+
+// A whole row, to floats with room for whole vectors.
+template <class V, class T>
+inline void expand_row(const T* row, int dim, float* to) {
+  for (int d = 0; d < dim; d += V::kWidth) V::store(to + d, load_first<V>(row + d, dim - d));
+}
+template <class V>
+inline void expand_row(const Int4* row, int dim, float* to) {
+  const uint8_t *codes = &row->bits, *factors = codes + dim / 2;
+  for (int d = 0; d < dim; d += kInt4Group, codes += kInt4Group / 2, factors += 4) {
+    V::expand_int4(codes, factors, to + d);
   }
 }
 
