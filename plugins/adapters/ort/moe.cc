@@ -19,7 +19,7 @@ QuantMoe::QuantMoe(const OrtKernelInfo* info) {
   desc_.top_k = attributes.integer("top_k");
   desc_.hidden = attributes.integer("hidden");
   desc_.intermediate = attributes.integer("intermediate");
-  desc_.scoring = kScoringCodes[attributes.choice("scoring", kScorings)];
+  if (attributes.text("scoring")) desc_.scoring = kScoringCodes[attributes.choice("scoring", kScorings)];
   desc_.renormalize = attributes.integer("renormalize", 0);
   desc_.num_groups = attributes.integer("num_groups", 0);
   desc_.top_groups = attributes.integer("top_groups", 0);
