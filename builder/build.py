@@ -69,6 +69,7 @@ def build_engine(
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
         _name_engine(source.model, where)
         ir.save(source.model, folder / ENGINE)
+        rounded = None if quantised.engine_error is None else quantised.engine_error(folder / ENGINE)
         for path in source.companions:
             shutil.copyfile(path, folder / path.name)
         layers = {
@@ -104,6 +105,7 @@ def build_engine(
             nodes=source.model.graph.num_nodes(),
             seconds=time.monotonic() - started,
             error=quantised.error,
+            engine_error=rounded,
             mix=quantised.mix,
             cache_scales=cache.scales,
         )

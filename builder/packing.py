@@ -124,8 +124,8 @@ class WeightPacker:
             return 0.0
         if layer not in self._input_scales:
             raise QuantizationError(
-                f"layer {layer}: calibration did not reach it, so its inputs have no scale; build with quant "
-                f"fp8, whose scales are each token's own"
+                f"layer {layer}: calibration did not reach it, so its inputs have no scale; build with "
+                "quant fp8-w8a8, whose scales are each token's own"
             )
         self._input_methods[layer] = f", E4M3 inputs of scale {self._input_scales[layer]:.4g}"
         return self._input_scales[layer]

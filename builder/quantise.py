@@ -3,7 +3,7 @@ errors measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,10 +11,12 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from enginebay.builder.config import BuildConfig
 from enginebay.builder.exported import ExportedModel, read_exported
+from enginebay.builder.quant.agreement import EngineError, engine_error
 from enginebay.builder.quant.cache import CacheFormat
 from enginebay.builder.quant.cache_scales import Scales, StoredCaches, find_scales, stored_scales
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
+from enginebay.builder.quant.interpreter import Batch
 from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.search import Mix, search
@@ -22,13 +24,15 @@ from enginebay.builder.quant.text import CalibrationConfig, calibration_batch, d
 
 SEARCH_SEQUENCES, SEARCH_LENGTH = 4, 128  # a search runs the model once for every other layer
 EVALUATION_LENGTH = 256
+AGREEMENT_SEQUENCES = 4  # of the evaluation's, for the engine itself beside its weights
 CACHE_SEQUENCES = 8  # largest values settle sooner than what weights are calibrated on
 
 
 @dataclass(frozen=True)
 class Quantised:
     """`recipe` as a search left it; `quantizer` gives the weights; `input_scales` by layer where they are
-    static; `cache_scales` where the cache has any; `mix` and `error` where they were asked for."""
+    static; `cache_scales` where the cache has any; `mix` and `error` where they were asked for, and then
+    `engine_error` too: give it the finished engine.onnx."""
 
     recipe: Recipe
     quantizer: Quantizer
@@ -36,6 +40,7 @@ class Quantised:
     cache_scales: Scales = field(default_factory=dict)
     mix: Mix | None = None
     error: ModelError | None = None
+    engine_error: Callable[[Path], EngineError] | None = None
 
 
 def quantise(
@@ -68,7 +73,12 @@ def quantise(
     if cache.scaled:
         result = replace(result, cache_scales=_cache_scales(source, result, cache, config))
     if config.evaluate:
-        result = replace(result, error=_evaluate(source, result, cache, config))
+        batch = _evaluation_batch(source, config)
+        result = replace(
+            result,
+            error=_evaluate(source, result, cache, batch),
+            engine_error=_beside_engine(source, result, config.block_size, batch),
+        )
     return result
 
 
@@ -85,15 +95,16 @@ def _cache_scales(
     return {**find_scales(source.model.graph, batch, weights, cache), **stored}
 
 
-def _evaluate(
-    source: ExportedModel, quantised: Quantised, cache: CacheFormat, config: BuildConfig
-) -> ModelError:
-    """On the text that calibration does not see by default. A second reading gives the model before scales
-    folded."""
+def _evaluation_batch(source: ExportedModel, config: BuildConfig) -> Batch:
+    """The text that calibration does not see by default."""
     length = min(EVALUATION_LENGTH, source.spec.max_positions)
     shape = CalibrationConfig(sequences=max(1, config.evaluate // length), length=length)
     text = default_text(1)
-    batch = text_batch(source.folder, source.spec.vocab_size, text, shape, "Python's help topics")
+    return text_batch(source.folder, source.spec.vocab_size, text, shape, "Python's help topics")
+
+
+def _evaluate(source: ExportedModel, quantised: Quantised, cache: CacheFormat, batch: Batch) -> ModelError:
+    """A second reading gives the model before scales folded."""
     original = read_exported(source.folder).model
     ShapeInferencePass()(original)
     weights = quantised_weights(quantised.quantizer, quantised.recipe)
@@ -103,3 +114,16 @@ def _evaluate(
         Logits(source.model.graph, batch, weights, stored),
         batch,
     )
+
+
+def _beside_engine(
+    source: ExportedModel, quantised: Quantised, block_size: int, batch: Batch
+) -> Callable[[Path], EngineError]:
+    """What compares an engine with its weights in float32; it keeps the graph as it is before lowering."""
+    graph, few = source.model.clone().graph, Batch(batch.sequences[:AGREEMENT_SEQUENCES])
+    weights = quantised_weights(quantised.quantizer, quantised.recipe)
+
+    def measure(engine: Path) -> EngineError:
+        return engine_error(engine, block_size, Logits(graph, few, weights), few)
+
+    return measure

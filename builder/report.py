@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from enginebay.builder.lower.graph import RewriteReport
 from enginebay.builder.manifest import EngineManifest
 from enginebay.builder.packing import LayerResult
+from enginebay.builder.quant.agreement import EngineError
 from enginebay.builder.quant.evaluate import ModelError
 from enginebay.builder.quant.search import Mix
 from enginebay.builder.report_html import page
@@ -26,7 +27,8 @@ REPORT, PAGE = "report.json", "report.html"
 @dataclass(frozen=True)
 class BuildReport:
     """`engine`: the folder. `nodes`: of the engine's graph. `seconds`: the whole build. `error`: of the
-    weights and the cache, where the build was asked to measure it; `mix`: how a search chose formats;
+    weights and the cache, where the build was asked to measure it, and `engine_error` of what else the engine
+    rounds; `mix`: how a search chose formats;
     `cache_scales`: of a cache that has any, by its name."""
 
     engine: Path
@@ -36,6 +38,7 @@ class BuildReport:
     nodes: int
     seconds: float
     error: ModelError | None = None
+    engine_error: EngineError | None = None
     mix: Mix | None = None
     cache_scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -58,6 +61,7 @@ class BuildReport:
             "source_bytes": sum(layer.source_bytes for layer in self.layers),
             "bits_per_weight": round(self.bits_per_weight, 4),
             "error": None if self.error is None else dataclasses.asdict(self.error),
+            "engine_error": None if self.engine_error is None else dataclasses.asdict(self.engine_error),
             "cache": self._cache(),
             "search": None if self.mix is None else _search(self.mix),
             "dominant": _dominant(self.layers),

@@ -68,6 +68,12 @@ def _facts(report: Mapping[str, Any]) -> str:
             ("mean KL", f"{error['mean_kl']:.3g} nats"),
             ("same greedy choice", f"{error['greedy_match']:.2%}"),
         ]
+    if engine := report["engine_error"]:
+        against = "of the engine against its own weights in float32"
+        rows += [
+            (f"mean KL {against}", f"{engine['mean_kl']:.3g} nats over {engine['tokens']} tokens"),
+            (f"greedy agreement {against}", f"{engine['greedy_agreement']:.2%}"),
+        ]
     if search := report["search"]:
         rows.append(
             ("searched mix", f"{search['bits']:.3f} bits, KL {search['expected_kl']:.3g} nats expected")

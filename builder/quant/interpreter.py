@@ -55,17 +55,17 @@ class Batch:
     def tokens(self) -> int:
         return sum(map(len, self.sequences))
 
-    def arrays(self) -> dict[str, NDArray[np.int32]]:
-        """The graph's inputs by name; logits_index takes every row."""
+    def arrays(self, block_size: int = BLOCK_SIZE) -> dict[str, NDArray[np.int32]]:
+        """The graph's inputs by name, for a cache of blocks of `block_size`; logits_index takes every row."""
         lengths = [len(sequence) for sequence in self.sequences]
-        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        blocks = [-(-length // block_size) for length in lengths]
         first = np.cumsum([0, *blocks[:-1]])
         table = np.zeros((len(lengths), max(blocks)), np.int32)
         for row, (start, count) in enumerate(zip(first, blocks, strict=True)):
             table[row, :count] = np.arange(start, start + count)
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = np.concatenate(
-            [start * BLOCK_SIZE + np.arange(length) for start, length in zip(first, lengths, strict=True)]
+            [start * block_size + np.arange(length) for start, length in zip(first, lengths, strict=True)]
         )
         return {
             "input_ids": np.concatenate([np.asarray(s, np.int32) for s in self.sequences]),

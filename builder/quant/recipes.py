@@ -172,13 +172,13 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "fp16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bf16"),
         Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "fp16"),
+        _fp8("fp8", "E4M3 weights, blocks of 32, and float inputs; int8 head", None),
+        _fp8("fp8-w8a8", "as fp8, and E4M3 inputs, a scale a token", Float8Inputs()),
         _fp8(
-            "fp8", "E4M3 weights, blocks of 32, and E4M3 inputs, a scale a token; int8 head", Float8Inputs()
+            "fp8-w8a8-static",
+            "as fp8-w8a8, with one input scale a layer from calibration",
+            Float8Inputs(static=True),
         ),
-        _fp8(
-            "fp8-static", "as fp8, with one input scale a layer from calibration", Float8Inputs(static=True)
-        ),
-        _fp8("fp8-weights", "E4M3 weights, blocks of 32, and float inputs; int8 head", None),
         Recipe(
             "w8a8",
             "int8 weights and inputs, outliers of the inputs moved into the weights (SmoothQuant)",

@@ -244,7 +244,7 @@ def test_a_recipe_without_int4_takes_no_block():
 def test_static_scales_reach_twice_the_largest_input(exported, tmp_path):
     """The inputs of the first layer are those of the model as it came."""
     source, tokens = canonical(exported()), batch()
-    result = calibrate(source.model, recipe("fp8-static"), tokens, tmp_path)
+    result = calibrate(source.model, recipe("fp8-w8a8-static"), tokens, tmp_path)
     run = Interpreter(source.model.graph, tokens)
     values = run.start()
     for node in run.body:
@@ -259,7 +259,7 @@ def test_static_scales_reach_twice_the_largest_input(exported, tmp_path):
 
 def test_a_layer_without_a_static_scale_is_named(exported):
     source = canonical(exported())
-    packer = WeightPacker(recipe("fp8-static"), PlainLibrary(), RoundToNearest(), {"lm_head": 1.0})
+    packer = WeightPacker(recipe("fp8-w8a8-static"), PlainLibrary(), RoundToNearest(), {"lm_head": 1.0})
     with pytest.raises(QuantizationError, match=r"layer layers\.0\.attention\.qkv: calibration did not"):
         OrtCpu().lower(source.model, packer, CacheLayout(CACHES["fp32"], 4))
 
@@ -268,11 +268,11 @@ def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):
     np.save(tmp_path / "t.npy", np.arange(64).reshape(2, 32) % VOCAB)
     config = CalibrationConfig(source=tmp_path / "t.npy")
     source, methods = exported(), {}
-    for name in ("fp8", "fp8-static", "fp8-weights", "w4a8"):
+    for name in ("fp8-w8a8", "fp8-w8a8-static", "fp8", "w4a8"):
         report = build_engine(source, tmp_path / name, BuildConfig(quant=name, calibration=config))
         methods[name] = {layer.layer: layer.method for layer in report.layers}
         assert methods[name]["lm_head"] == "rtn"
     layer = "layers.1.mlp.down"
-    assert methods["fp8"][layer] == methods["w4a8"][layer] == "rtn, E4M3 inputs"
-    assert methods["fp8-static"][layer].startswith("rtn, E4M3 inputs of scale 0.")
-    assert methods["fp8-weights"][layer] == "rtn"
+    assert methods["fp8-w8a8"][layer] == methods["w4a8"][layer] == "rtn, E4M3 inputs"
+    assert methods["fp8-w8a8-static"][layer].startswith("rtn, E4M3 inputs of scale 0.")
+    assert methods["fp8"][layer] == "rtn"

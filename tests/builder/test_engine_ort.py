@@ -70,8 +70,8 @@ def test_fp32_engine_equals_the_canonical_graph(exported, tmp_path, step, tied, 
 @pytest.mark.parametrize(
     ("quant", "tolerance"),
     [
-        *(("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("fp8-weights", 0.05)),
-        *(("fp8", 0.05), ("w4a8", 0.05), ("int8", 0.15), ("int4", 0.15)),
+        *(("fp32", 1e-4), ("fp16", 1e-4), ("bf16", 1e-4), ("fp8", 0.05)),
+        *(("fp8-w8a8", 0.05), ("w4a8", 0.05), ("int8", 0.15), ("int4", 0.15)),
     ],
 )
 def test_an_engine_multiplies_by_what_its_recipe_made_of_the_weights(
@@ -95,7 +95,7 @@ def test_a_narrow_cache_costs_its_rounding(exported, tmp_path, step, cache):
 
 
 @pytest.mark.parametrize(
-    "quant", ["fp32", "fp16", "fp8-weights", "fp8", "fp8-static", "w4a8", "int8", "int4"]
+    "quant", ["fp32", "fp16", "fp8", "fp8-w8a8", "fp8-w8a8-static", "w4a8", "int8", "int4"]
 )
 def test_a_row_is_the_same_whatever_it_is_batched_with(exported, tmp_path, quant):
     engine = engine_of(exported(), tmp_path / "engine", quant=quant)

@@ -48,20 +48,22 @@ def test_a_block_that_does_not_divide_names_the_layer():
 
 
 def test_fp8_by_row_and_by_block():
-    assert WeightFormat.from_key("f8") == WeightFormat("f8") == recipe("fp8").with_blocks(0, None).linear
+    assert WeightFormat.from_key("f8") == WeightFormat("f8") == recipe("fp8-w8a8").with_blocks(0, None).linear
     assert WeightFormat("f8").key == "f8"
     assert WeightFormat("f8").layout_key(96) == "f8.k96"
-    assert recipe("fp8").with_blocks(64, None).linear == WeightFormat("f8", 64)
-    with pytest.raises(QuantizationError, match="recipe fp8 has no int4 layers: symmetry"):
-        recipe("fp8").with_blocks(None, True)
+    assert recipe("fp8-w8a8").with_blocks(64, None).linear == WeightFormat("f8", 64)
+    with pytest.raises(QuantizationError, match="recipe fp8-w8a8 has no int4 layers: symmetry"):
+        recipe("fp8-w8a8").with_blocks(None, True)
     with pytest.raises(QuantizationError, match="f8 has no minimum"):
         WeightFormat("f8", 32, symmetric=False)
 
 
 def test_inputs_are_rounded_where_weights_are_f8_or_i4():
-    for name in ("fp8", "fp8-static", "w4a8"):
+    for name in ("fp8-w8a8", "fp8-w8a8-static", "w4a8"):
         chosen = recipe(name)
         kinds = [kind for kind in ("f32", "f16", "bf16", "f8", "i8", "i4") if chosen.inputs_of(kind)]
         assert kinds == ["f8", "i4"]
-    assert all(recipe(name).inputs_of("f8") is None for name in ("fp8-weights", "int4", "int8", "w8a8"))
-    assert [name for name in RECIPES if name.startswith("fp8") and recipe(name).calibrated] == ["fp8-static"]
+    assert all(recipe(name).inputs_of("f8") is None for name in ("fp8", "int4", "int8", "w8a8"))
+    assert [name for name in RECIPES if name.startswith("fp8-w8a8") and recipe(name).calibrated] == [
+        "fp8-w8a8-static"
+    ]

@@ -208,6 +208,8 @@ def test_the_page_escapes_names():
         "source_bytes": 1,
         "bits_per_weight": 4.0,
         "error": None,
+        "engine_error": None,
+        "cache": {"groups": [], "scales": {}},
         "search": None,
         "dominant": [],
         "layers": [],
