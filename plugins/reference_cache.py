@@ -70,3 +70,17 @@ def decode_int4(rows: NDArray[np.uint8]) -> Array:
     factors = factors.reshape(*rows.shape[:-1], groups, 2)
     values: Array = factors[..., :1] * codes + factors[..., 1:]
     return values.reshape(*rows.shape[:-1], -1)
+
+
+def cache_convert(
+    source: NDArray[Any],
+    destination: NDArray[Any],
+    pairs: NDArray[np.int32],
+    cache_scales: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """CacheConvert: the destination after blocks pairs[:, 0] of the source became its blocks pairs[:, 1]."""
+    scales = channel_scales(cache_scales, source.shape[3], source.shape[4])[:, None]  # [2, 1, Hkv, D]
+    after = destination.copy()
+    for block, into in pairs:
+        after[into] = encode(decode(source[block], scales), scales, destination.dtype)
+    return after

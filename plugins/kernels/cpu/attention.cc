@@ -11,17 +11,18 @@
 #include "status.h"
 
 namespace enginebay {
+
+const AttentionKernels& attention_kernels(Isa isa) {
+  if (isa >= Isa::kAvx512) return attention_kernels_avx512();
+  if (isa >= Isa::kAvx2) return attention_kernels_avx2();
+  return attention_kernels_baseline();
+}
+
 namespace {
 
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kWorthSharing = 200'000;
 constexpr int64_t kPrepareTokens = 4;  // tokens prepared in one go
-
-const AttentionKernels& kernels_for(Isa isa) {
-  if (isa >= Isa::kAvx512) return attention_kernels_avx512();
-  if (isa >= Isa::kAvx2) return attention_kernels_avx2();
-  return attention_kernels_baseline();
-}
 
 // Multiply-adds of a step, to the nearest split.
 int64_t work(const eb_paged_attention_desc& desc, const Plan& plan, const int32_t* kv_len) {
@@ -66,7 +67,7 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
   }
   CpuFeatures features;
   EB_RETURN_IF_ERROR(cpu_features(context, &features));
-  const AttentionKernels& kernels = kernels_for(features.isa);
+  const AttentionKernels& kernels = attention_kernels(features.isa);
 
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + 63) & ~uintptr_t{63});
   AttentionCall call{};

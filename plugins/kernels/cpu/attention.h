@@ -12,6 +12,7 @@
 #ifndef ENGINEBAY_ATTENTION_H
 #define ENGINEBAY_ATTENTION_H
 
+#include "cpu_features.h"
 #include "enginebay/paged_attention.h"
 
 namespace enginebay {
@@ -44,6 +45,9 @@ struct CacheScales {
   int64_t head_stride;
   int step;
 };
+CacheScales cache_scales_of(const float* scales, int heads, int64_t channels);
+eb_status check_scale_values(const eb_context* context, const char* op, const float* scales, int heads,
+                             int parts, int64_t channels);
 CacheScales cache_scales(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args);
 
 AttentionShape attention_shape(const eb_paged_attention_desc& desc);
@@ -113,6 +117,7 @@ constexpr int kMostPools = 3;
 inline bool is_tiered(const eb_paged_attention_desc& desc) {
   return desc.num_blocks_int8 > 0 || desc.num_blocks_int4 > 0;
 }
+CachePool cache_pool(const void* base, eb_dtype dtype, int heads, int dim, int block_size);
 void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args,
                  CachePool (&pools)[kMostPools]);
 
@@ -126,6 +131,14 @@ struct AttentionCall {
   CachePool pools[kMostPools];
   float* queries;
   float* parts;
+};
+
+// What CacheConvert's kernels read.
+struct CacheConversion {
+  CachePool source, destination;
+  char* written;  // the destination
+  int heads, dim, block_size;
+  CacheScales scales;  // of the int8 pool among the two
 };
 
 // What a thread does at a time: splits [first_split, end_split) of one tile, for some key heads.
@@ -144,7 +157,10 @@ struct AttentionKernels {
                  float* scratch);
   // Merges the parts of a tile and key head into the output.
   void (*merge)(const AttentionCall& call, const PlanTile& tile, int kv_head, float* scratch);
+  // Block `from` of the source to block `into` of the destination.
+  void (*convert)(const CacheConversion& work, int32_t from, int32_t into);
 };
+const AttentionKernels& attention_kernels(Isa isa);
 const AttentionKernels& attention_kernels_baseline();
 const AttentionKernels& attention_kernels_avx2();
 const AttentionKernels& attention_kernels_avx512();

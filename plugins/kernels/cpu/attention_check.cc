@@ -24,40 +24,61 @@ AttentionShape attention_shape(const eb_paged_attention_desc& desc) {
   return shape;
 }
 
+CacheScales cache_scales_of(const float* scales, int heads, int64_t channels) {
+  if (scales == nullptr) return {nullptr, nullptr, 0, 0};
+  return {scales, scales + heads * channels, channels, channels > 1 ? 1 : 0};
+}
+
 CacheScales cache_scales(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args) {
-  if (args.cache_scales == nullptr) return {nullptr, nullptr, 0, 0};
-  const bool channels = desc.cache_scale_dim > 1;
-  const int64_t stride = channels ? desc.head_dim : 1;
-  const float* values = args.cache_scales + (desc.latent_dim > 0 ? 0 : desc.num_kv_heads * stride);
-  return {args.cache_scales, values, stride, channels ? 1 : 0};
+  const int64_t channels = desc.cache_scale_dim > 1 ? desc.head_dim : 1;
+  CacheScales scales = cache_scales_of(args.cache_scales, desc.num_kv_heads, channels);
+  if (desc.latent_dim > 0) scales.values = scales.keys;
+  return scales;
+}
+
+CachePool cache_pool(const void* base, eb_dtype dtype, int heads, int dim, int block_size) {
+  const int64_t width = dtype == EB_F32 ? 4 : dtype == EB_F16 || dtype == EB_BF16 ? 2 : 1;
+  CachePool pool{};
+  pool.base = static_cast<const char*>(base);
+  pool.dtype = dtype;
+  pool.row_bytes = dtype == EB_I4 ? eb_int4_cache_row_bytes(dim) : dim * width;
+  pool.token_stride = pool.row_bytes * heads;
+  pool.value_offset = pool.token_stride * block_size;
+  pool.block_stride = 2 * pool.value_offset;
+  return pool;
 }
 
 void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args,
                  CachePool (&pools)[kMostPools]) {
-  const int64_t dim = desc.head_dim;
   const struct {
     const void* base;
     eb_dtype dtype;
     int32_t blocks;
-    int64_t row_bytes;
   } each[kMostPools] = {
-      {args.cache, desc.cache_dtype, desc.num_blocks, dim * (desc.cache_dtype == EB_F32 ? 4 : 2)},
-      {args.cache_int8, EB_I8, desc.num_blocks_int8, dim},
-      {args.cache_int4, EB_I4, desc.num_blocks_int4, eb_int4_cache_row_bytes(desc.head_dim)},
+      {args.cache, desc.cache_dtype, desc.num_blocks},
+      {args.cache_int8, EB_I8, desc.num_blocks_int8},
+      {args.cache_int4, EB_I4, desc.num_blocks_int4},
   };
   int32_t first = 0;
   for (int i = 0; i < kMostPools; ++i) {
-    const int64_t token = each[i].row_bytes * desc.num_kv_heads, values = token * desc.block_size;
-    pools[i] = {static_cast<const char*>(each[i].base),
-                each[i].dtype,
-                first,
-                first + each[i].blocks,
-                each[i].row_bytes,
-                token,
-                values,
-                2 * values};
+    pools[i] = cache_pool(each[i].base, each[i].dtype, desc.num_kv_heads, desc.head_dim, desc.block_size);
+    pools[i].first_block = first;
     first += each[i].blocks;
+    pools[i].end_block = first;
   }
+}
+
+eb_status check_scale_values(const eb_context* context, const char* op, const float* scales, int heads,
+                             int parts, int64_t channels) {
+  for (int64_t i = 0; scales != nullptr && i < parts * heads * channels; ++i) {
+    if (scales[i] > 0.0f && scales[i] <= FLT_MAX) continue;
+    const int64_t head = i / channels;
+    return fail(context, EB_INVALID_ARGUMENT,
+                "%s: cache_scales of %s of key head %d, channel %d is %g; a scale is positive and finite", op,
+                head < heads ? "keys" : "values", static_cast<int>(head % heads),
+                static_cast<int>(i % channels), static_cast<double>(scales[i]));
+  }
+  return EB_OK;
 }
 
 namespace {
@@ -72,20 +93,9 @@ eb_status check_cache_scales(const eb_context* context, const eb_paged_attention
                 "PagedAttention: cache_scales given for a %s cache, which has none",
                 dtype_name(desc.cache_dtype));
   }
-  const int64_t dim = desc.cache_scale_dim > 1 ? desc.head_dim : 1;
-  const int64_t count = (desc.latent_dim > 0 ? 1 : 2) * desc.num_kv_heads * dim;
-  for (int64_t i = 0; i < count; ++i) {
-    const float scale = args.cache_scales[i];
-    if (scale > 0.0f && scale <= FLT_MAX) continue;
-    const int64_t head = i / dim;
-    return fail(
-        context, EB_INVALID_ARGUMENT,
-        "PagedAttention: cache_scales of %s of key head %d, channel %d is %g; a scale is positive and "
-        "finite",
-        head < desc.num_kv_heads ? "keys" : "values", static_cast<int>(head % desc.num_kv_heads),
-        static_cast<int>(i % dim), static_cast<double>(scale));
-  }
-  return EB_OK;
+  const int64_t channels = desc.cache_scale_dim > 1 ? desc.head_dim : 1;
+  return check_scale_values(context, "PagedAttention", args.cache_scales, desc.num_kv_heads,
+                            desc.latent_dim > 0 ? 1 : 2, channels);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "attention_kernel.h"
 #include "attention_prepare.h"
+#include "cache_convert_kernel.h"
 
 namespace enginebay {
 namespace {
@@ -48,7 +49,7 @@ struct AttentionEntry {
     TileAttention<V, float>(call, tile, kv_head, scratch, scratch + attention_shared_floats(call.shape))
         .merge();
   }
-  static constexpr AttentionKernels kTable = {prepare, attend, merge};
+  static constexpr AttentionKernels kTable = {prepare, attend, merge, convert_block<V>};
 };
 
 }  // namespace

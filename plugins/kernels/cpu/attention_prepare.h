@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "cache_read.h"
 #include "cache_write.h"
 #include "simd_common.h"
 
@@ -38,10 +39,6 @@ inline void rotate_head(float* x, const float* cosines, const float* sines, int 
       y[i] = b * cosines[i] + a * sines[i];
     }
   }
-}
-
-inline const float* scales_of(const float* scales, const CacheScales& all, int64_t head) {
-  return scales == nullptr ? nullptr : scales + head * all.head_stride;
 }
 
 template <class V, class T>

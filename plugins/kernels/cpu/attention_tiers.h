@@ -3,7 +3,7 @@
 #define ENGINEBAY_ATTENTION_TIERS_H
 
 #include "attention_rows.h"
-#include "simd_common.h"
+#include "cache_read.h"
 
 namespace enginebay {
 namespace {
@@ -33,33 +33,12 @@ class TileRows<Tiered> {
   int64_t row_bytes(int j) const { return pools_[j]->row_bytes; }
   template <class V>
   void expand(int j, int head, bool values, int dim, float* to) const {
-    const void* row = values ? value(j, head) : key(j, head);
-    switch (pools_[j]->dtype) {
-      case EB_F16:
-        return expand_row<V>(static_cast<const Fp16*>(row), dim, to);
-      case EB_BF16:
-        return expand_row<V>(static_cast<const Bf16*>(row), dim, to);
-      case EB_I4:
-        return expand_row<V>(static_cast<const Int4*>(row), dim, to);
-      case EB_I8:
-        expand_row<V>(static_cast<const Int8*>(row), dim, to);
-        return scale_row<V>(values ? scales_.values : scales_.keys, head, dim, to);
-      default:
-        return expand_row<V>(static_cast<const float*>(row), dim, to);
-    }
+    const float* const scales =
+        scales_of(values ? scales_.values : scales_.keys, scales_, first_head_ + head);
+    read_row<V>(pools_[j]->dtype, values ? value(j, head) : key(j, head), scales, scales_.step, dim, to);
   }
 
  private:
-  template <class V>
-  void scale_row(const float* scales, int head, int dim, float* to) const {
-    if (scales == nullptr) return;
-    scales += (first_head_ + head) * scales_.head_stride;
-    for (int d = 0; d < dim; d += V::kWidth) {
-      const auto scale = scales_.step > 0 ? load_first<V>(scales + d, dim - d) : V::set1(*scales);
-      V::store(to + d, V::mul(V::load(to + d), scale));
-    }
-  }
-
   const char* keys_[kTile];
   const CachePool* pools_[kTile];
   CacheScales scales_;
