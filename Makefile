@@ -23,7 +23,7 @@ $(shell rm -f $(VENV)/.serve $(VENV)/.dev)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv plugins plugins-cuda test-gpu quickstart test lint types format bench peers build-engine package serve client clean
+.PHONY: help venv plugins plugins-cuda test-gpu test-gpu-ort quickstart test lint types format bench peers build-engine package serve client clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,13 +47,25 @@ venv: $(VENV)/.dev  ## make .venv with everything
 plugins: $(VENV)/.serve  ## compile the CPU plugin library
 	@$(BIN)/python -m enginebay.plugins.build
 
-plugins-cuda: $(VENV)/.serve  ## compile the CUDA plugin library; needs nvcc 13, no GPU. CUDA_ARCH=90 SUBSET=all|ci
+plugins-cuda: $(VENV)/.serve  ## compile the CUDA kernels and their ONNX Runtime adapter; needs nvcc 13, no GPU. CUDA_ARCH=90 SUBSET=all|ci
 	@$(PIP) --no-deps nvidia-cublas==13.0.2.14
 	@$(BIN)/python -m enginebay.plugins.build_cuda --arch $(CUDA_ARCH) --subset $(SUBSET)
+	@$(BIN)/python -m enginebay.plugins.build_ort_cuda
 
 test-gpu: $(VENV)/.dev plugins-cuda  ## build, tests and benchmarks of the CUDA kernels, then one table; needs an NVIDIA GPU
 	@$(BIN)/python -m pytest -q tests/gpu tests/plugins/test_cuda_host.py
 	@$(BIN)/python benchmarks/kernels.py
+
+# Installed for the target alone: onnxruntime-gpu takes the place of onnxruntime, which everything else uses.
+ORT_GPU := build/ort-gpu-site
+$(ORT_GPU)/.done: $(VENV)/.dev
+	@echo "installing onnxruntime-gpu into $(ORT_GPU): some 700 MB"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(ORT_GPU) onnxruntime-gpu==1.31.1
+	@touch $@
+
+test-gpu-ort: plugins plugins-cuda $(ORT_GPU)/.done  ## the ops in onnxruntime-gpu: tests, then our ops beside its own; needs an NVIDIA GPU
+	@PYTHONPATH=$(ORT_GPU) $(BIN)/python -m pytest -q tests/gpu/test_gpu_ort_adapter.py
+	@PYTHONPATH=$(ORT_GPU) $(BIN)/python benchmarks/ort_cuda.py
 
 quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed answers
 	@$(BIN)/enginebay quickstart

@@ -19,7 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from cuda_library import CudaLibrary
-from ort_graphs import ELEMENTS, adapter_path, bind
+from ort_graphs import ELEMENTS, bind
+
+from enginebay.plugins.load import cuda_adapter_path
 
 F16, I32, U8 = torch.float16, torch.int32, torch.uint8
 Tensors = dict[str, torch.Tensor]
@@ -42,7 +44,7 @@ def session_of(nodes: list[Any], given: Tensors, results: Tensors, constants: Te
     )
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.register_custom_ops_library(str(adapter_path()))
+    options.register_custom_ops_library(str(cuda_adapter_path()))
     stream = torch.cuda.current_stream().cuda_stream
     provider = {"user_compute_stream": str(stream), "enable_cuda_graph": str(int(graph))}
     session = ort.InferenceSession(

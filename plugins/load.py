@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from enginebay.plugins import ops
 
 ENVIRONMENT = "ENGINEBAY_PLUGIN_LIBRARY"
+CUDA_ENVIRONMENT = "ENGINEBAY_CUDA_LIBRARY"
 PACKAGED = Path(__file__).absolute().parent / "lib" / "libenginebay_cpu.so"
 ABI_VERSION = 1
 MESSAGE_BYTES = 512
@@ -47,6 +48,20 @@ def library_path() -> Path:
     if not path.is_file():
         where = f"{ENVIRONMENT}={wish}" if wish else str(path)
         raise PluginError(f"no plugin library at {where}; compile it with `make plugins`")
+    return path
+
+
+def cuda_kernels_path() -> Path:
+    """The CUDA kernels, `ENGINEBAY_CUDA_LIBRARY` or beside the CPU library; the file need not be there."""
+    return Path(os.environ.get(CUDA_ENVIRONMENT) or PACKAGED.with_name("libenginebay_cuda.so"))
+
+
+def cuda_adapter_path() -> Path:
+    """What ONNX Runtime registers for its CUDA provider; lies beside the kernels. PluginError if absent."""
+    path = cuda_kernels_path().with_name("libenginebay_ort_cuda.so")
+    for file in (path, cuda_kernels_path()):
+        if not file.is_file():
+            raise PluginError(f"no CUDA plugin library at {file}; compile it with `make plugins-cuda`")
     return path
 
 
@@ -86,7 +101,7 @@ _ATTENTION_POINTERS = (
 )
 
 
-_ATTENTION_TIERS = ("cache_int8", "cache_int4")
+_ATTENTION_TIERS = ("cache_int8", "cache_int4", "cache_offsets")
 
 
 class _AttentionArgs(ctypes.Structure):

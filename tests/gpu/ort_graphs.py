@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ import onnx
 import onnxruntime as ort
 import torch
 from cuda_library import CudaLibrary
-from cuda_library import library_path as kernels_path
+from matrices import relative_error
+from steps import Shape
 
 from enginebay.plugins import ops
-from enginebay.plugins.load import KernelLibrary
-from enginebay.plugins.load import library_path as cpu_path
+from enginebay.plugins.load import KernelLibrary, PluginError, cuda_adapter_path, library_path
 
 Tensor = torch.Tensor
 ELEMENTS = {
@@ -35,11 +34,30 @@ ELEMENTS = {
 }
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 CACHES = ("cache", "cache_out")
+# Rows of x become int8 in the CPU library: a step of a block's largest value (about 2.5 deviations) over 127,
+# rounded evenly, is 0.6 % of a deviation.
+CPU_INT8 = 0.01
 
 
-def adapter_path() -> Path:
-    """The adapter, which lies beside the kernels it is linked to."""
-    return kernels_path().with_name("libenginebay_ort_cuda.so")
+def why_not() -> str | None:
+    """What is missing to run graphs on the GPU."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        return f"onnxruntime {ort.__version__} has no CUDA provider"
+    try:
+        cuda_adapter_path()
+    except PluginError as error:
+        return str(error)
+    return None
+
+
+def shape_attributes(shape: Shape) -> dict[str, Any]:
+    """PagedAttention's attributes of a step's shape."""
+    return {
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "scale": shape.head_dim**-0.5,
+    }
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,7 @@ class Graph:
         packed = {name: w.for_cpu(library) for name, w in self.weights.items()}
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.register_custom_ops_library(str(cpu_path()))
+        options.register_custom_ops_library(str(library_path()))
         model = self.model(packed, torch.float32, inputs, outputs)
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         given = {
@@ -181,7 +199,7 @@ def cuda_session(model: bytes, *, graphs: bool = False) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    options.register_custom_ops_library(str(adapter_path()))
+    options.register_custom_ops_library(str(cuda_adapter_path()))
     provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1" if graphs else "0"})
     return ort.InferenceSession(model, options, providers=[provider])
 
@@ -225,3 +243,25 @@ class Bound:
         self._session.run_with_iobinding(self._binding, options)
         torch.cuda.synchronize()
         return self.outputs
+
+
+def randn(generator: torch.Generator, *size: int) -> Tensor:
+    return torch.randn(*size, device="cuda", generator=generator)
+
+
+def outputs_of(shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    return {name: torch.empty(size, dtype=dtype, device="cuda") for name, (dtype, size) in shapes.items()}
+
+
+def run(graph: Graph, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's answer on the GPU, eagerly, over the tensors' own memory."""
+    session = graph.cuda(inputs, {name: tensor.dtype for name, tensor in outputs.items()})
+    return Bound(session, inputs, outputs).run()
+
+
+def agree(ours: dict[str, Tensor], cpu: dict[str, Tensor], limit: float) -> None:
+    """Every row within `limit` of the CPU's."""
+    for name, tensor in ours.items():
+        assert torch.isfinite(tensor.float()).all(), name
+        error = relative_error(tensor.cpu(), cpu[name])
+        assert error < limit, f"{name}: {error:.2e}, limit {limit:.2e}"

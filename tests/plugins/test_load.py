@@ -35,6 +35,18 @@ def test_missing_library_says_how_to_make_one(tmp_path: Path, monkeypatch: pytes
         library_path()
 
 
+def test_the_cuda_adapter_lies_beside_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, adapter = tmp_path / "libenginebay_cuda.so", tmp_path / "libenginebay_ort_cuda.so"
+    monkeypatch.setenv(load.CUDA_ENVIRONMENT, str(kernels))
+    with pytest.raises(PluginError, match=r"no CUDA plugin library at .*ort_cuda\.so.*make plugins-cuda"):
+        load.cuda_adapter_path()
+    adapter.touch()
+    with pytest.raises(PluginError, match=r"no CUDA plugin library at .*enginebay_cuda\.so"):
+        load.cuda_adapter_path()
+    kernels.touch()
+    assert load.cuda_adapter_path() == adapter
+
+
 def test_op_tables_that_differ_are_refused() -> None:
     path = Path("lib.so")
     assert read_op_table(path, "PagedAttention=1;QuantLinear=1") == {"PagedAttention": 1, "QuantLinear": 1}
