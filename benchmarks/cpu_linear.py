@@ -1,4 +1,4 @@
-"""QuantLinear inside ONNX Runtime beside ORT's own MatMulNBits and fp32 MatMul.
+"""QuantLinear inside ONNX Runtime beside ORT's own products and oneDNN's.
 
     python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x960,2048x8192] [--rows 1,8,128] [--json]
     python benchmarks/cpu_linear.py --cpu-time    # one thread's processor time: for a machine others use too
@@ -6,8 +6,13 @@
 Every case is a graph of nodes that multiply the same x by different weights, as many as fit 8 million weights
 and at most 16, so that the runtime's cost of a call does not hide the small ones; times are of one product.
 All sessions of the process share one thread pool, take turns, and the best of `--repeats` turns counts: only
-ratios mean anything on a shared machine. `acc4` is MatMulNBits at accuracy_level 4 (int8 activations, as
-ours), `acc0` its default (fp32 activations).
+ratios mean anything on a shared machine. The peers:
+
+    acc4, acc0   MatMulNBits, 4 bits, block 32: int8 activations, as ours, and its default, fp32 activations
+    nbits8       MatMulNBits, 8 bits, block 32, int8 activations
+    dynamic      DynamicQuantizeMatMul, int8, a scale a column; x has one scale for all rows together
+    matmul       MatMul, fp32
+    onednn       torch's quantised linear on oneDNN, int8, a scale a column; x as `dynamic`; its own threads
 """
 
 from __future__ import annotations
@@ -52,7 +57,18 @@ FORMATS = (
     Format("f16", "f16"),
     Format("bf16", "bf16"),
 )
-PEERS = ("acc4", "acc0", "matmul")
+PEERS = ("acc4", "acc0", "nbits8", "dynamic", "matmul")
+ONEDNN = "onednn"
+# What is divided by what: which of our formats against which peer.
+RATIOS = (
+    ("i4b32m", "acc4"),
+    ("i4b32m", "acc0"),
+    ("i8b32", "nbits8"),
+    ("i8b32", "dynamic"),
+    ("i8b32", ONEDNN),
+    ("f32", "matmul"),
+    ("f16", "matmul"),
+)
 
 
 def pack(library: KernelLibrary, fmt: Format, n: int, k: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -107,19 +123,52 @@ class Product:
         n, k, blocks = self.n, self.k, self.k // PEER_BLOCK
         if name == "matmul":
             return self.session("MatMul", "", lambda: {"w": rng.standard_normal((k, n)).astype(np.float32)})
-        attributes: dict[str, Any] = {"K": k, "N": n, "bits": 4, "block_size": PEER_BLOCK}
-        if name == "acc4":
+        if name == "dynamic":
+            return self.session(
+                "DynamicQuantizeMatMul",
+                "com.microsoft",
+                lambda: {
+                    "w": rng.integers(-127, 128, (k, n), np.int8),
+                    "scales": rng.uniform(0.005, 0.02, n).astype(np.float32),
+                },
+            )
+        bits = 8 if name == "nbits8" else 4
+        attributes: dict[str, Any] = {"K": k, "N": n, "bits": bits, "block_size": PEER_BLOCK}
+        if name != "acc0":
             attributes["accuracy_level"] = 4
         return self.session(
             "MatMulNBits",
             "com.microsoft",
             lambda: {
-                "w": rng.integers(0, 256, (n, blocks, PEER_BLOCK // 2), np.uint8),
+                "w": rng.integers(0, 256, (n, blocks, PEER_BLOCK * bits // 8), np.uint8),
                 "scales": rng.uniform(0.005, 0.02, (n, blocks)).astype(np.float32),
-                "zeros": rng.integers(0, 256, (n, math.ceil(blocks / 2)), np.uint8),
+                "zeros": rng.integers(0, 256, (n, math.ceil(blocks * bits / 8)), np.uint8),
             },
             **attributes,
         )
+
+    def onednn(self, rng: np.random.Generator) -> Callable[[int], Callable[[], None]]:
+        """From rows of x to what multiplies them by every copy."""
+        import torch
+
+        def pack_one() -> Any:
+            weight = torch.from_numpy(rng.standard_normal((self.n, self.k)).astype(np.float32))
+            scales, zeros = weight.abs().amax(1) / 127, torch.zeros(self.n, dtype=torch.long)
+            quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+            return torch.ops.quantized.linear_prepack(quantised, None)
+
+        packed = [pack_one() for _ in range(self.copies)]
+
+        def runner(rows: int) -> Callable[[], None]:
+            x = torch.from_numpy(rng.standard_normal((rows, self.k)).astype(np.float32))
+
+            def run() -> None:
+                for weights in packed:
+                    torch.ops.quantized.linear_dynamic(x, weights, False)
+
+            return run
+
+        return runner
 
     def runner(self, session: Any, rows: int, rng: np.random.Generator) -> Callable[[], None]:
         binding, options = session.io_binding(), ort.RunOptions()
@@ -150,10 +199,9 @@ def best_times(
 
 def table_row(row: dict[str, Any]) -> str:
     times = " ".join(f"{row[f'{f.label}_us']:9.1f}" for f in FORMATS)
-    peers = " ".join(f"{row[f'{p}_us']:9.1f}" for p in PEERS)
-    ratios = f"{row['over_acc4']:6.2f} {row['over_acc0']:6.2f} {row['over_matmul']:7.2f}"
-    floats = f"{row['f32_over_matmul']:6.2f} {row['f16_over_matmul']:6.2f}"
-    return f"{row['shape']:>10} {row['rows']:4d} {times} | {peers} | {row['gops']:5.0f} {ratios} | {floats}"
+    peers = " ".join(f"{row[f'{p}_us']:9.1f}" for p in (*PEERS, ONEDNN))
+    ratios = " ".join(f"{row[f'{ours}_over_{peer}']:{len(ours) + len(peer) + 1}.2f}" for ours, peer in RATIOS)
+    return f"{row['shape']:>10} {row['rows']:4d} {times} | {peers} | {row['gops']:5.0f} {ratios}"
 
 
 def main() -> None:
@@ -170,29 +218,32 @@ def main() -> None:
     options = parser.parse_args()
     threads = 1 if options.cpu_time else options.threads
     clock = time.thread_time if options.cpu_time else time.perf_counter
+    import torch
+
     ort.set_global_thread_pool_sizes(threads, 1)
+    torch.set_num_threads(threads)
+    torch.backends.quantized.engine = "onednn"
     library, rng = KernelLibrary(threads=threads), np.random.default_rng(0)
     if not options.json:
         names = " ".join(f"{name:>9}" for name in (f.label for f in FORMATS))
-        peers = " ".join(f"{name:>9}" for name in PEERS)
-        print(
-            f"microseconds; GOP/s of {FORMATS[0].label}, and its speed over each peer; f32, f16 over matmul"
-        )
-        print(f"{'K x N':>10} {'M':>4} {names} | {peers} |  GOPS   acc4   acc0  matmul |    f32    f16")
+        peers = " ".join(f"{name:>9}" for name in (*PEERS, ONEDNN))
+        ratios = " ".join(f"{ours}/{peer}" for ours, peer in RATIOS)
+        print(f"microseconds; GOP/s of {FORMATS[0].label}; then how many times as fast as a peer")
+        print(f"{'K x N':>10} {'M':>4} {names} | {peers} |  GOPS {ratios}")
     for shape in options.shapes.split(","):
         product = Product(*map(int, shape.split("x")))
         sessions = {fmt.label: product.ours(library, fmt, rng) for fmt in FORMATS}
         sessions |= {name: product.peer(name, rng) for name in PEERS}
+        onednn = product.onednn(rng)
         for rows in map(int, options.rows.split(",")):
             runs = {name: product.runner(session, rows, rng) for name, session in sessions.items()}
+            runs[ONEDNN] = onednn(rows)
             times = best_times(runs, options.repeats, options.turn, clock)
             row: dict[str, Any] = {"shape": shape, "rows": rows, "threads": threads}
             times = {name: seconds / product.copies for name, seconds in times.items()}
             row |= {f"{name}_us": round(1e6 * seconds, 1) for name, seconds in times.items()}
-            first = times[FORMATS[0].label]
-            row["gops"] = round(2e-9 * rows * product.k * product.n / first)
-            row |= {f"over_{name}": round(times[name] / first, 2) for name in PEERS}
-            row |= {f"{f}_over_matmul": round(times["matmul"] / times[f], 2) for f in ("f32", "f16", "bf16")}
+            row["gops"] = round(2e-9 * rows * product.k * product.n / times[FORMATS[0].label])
+            row |= {f"{ours}_over_{peer}": round(times[peer] / times[ours], 2) for ours, peer in RATIOS}
             print(json.dumps(row) if options.json else table_row(row), flush=True)
 
 
