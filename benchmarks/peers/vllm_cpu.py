@@ -1,7 +1,7 @@
 """vLLM on the CPU, bf16, compiled as it is by default. Its engine is stepped in this process, greedy, without
 prefix cache.
 
-The first run compiles the model for minutes; what it compiled is kept in build/peers.
+The first run compiles the model for a minute or two; what it compiled is kept in build/peers for the next.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ CACHE_GIB = 1
 
 def main() -> None:
     args = arguments()
+    cache = Path("build/peers/vllm").resolve()
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
     os.environ |= {
         "OMP_NUM_THREADS": str(args.threads),
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
-        "VLLM_CACHE_ROOT": str(Path("build/peers/vllm").resolve()),
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "VLLM_USE_AOT_COMPILE": "0",  # 0.32 cannot load on the CPU what it saves so: it compiled anew
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a second process would share these cores
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
