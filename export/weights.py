@@ -223,11 +223,16 @@ def _quantised(
     """
     # Experts come as numbers: their op reads no DequantizeLinear.
     shapes = list(role.parts) * (role.experts or 1)
-    if len(shapes[0]) != 2 or (role.experts and (scheme.method != "fp8" or len(names) != len(shapes))):
+    if len(shapes[0]) != 2 or (role.experts and len(names) != len(shapes)):
         return None
     parts = [scheme.tensors(checkpoint, name) for name in names]
     if not any(parts):
         return None
+    if role.experts and scheme.method != "fp8":
+        raise CheckpointError(
+            f"'{names[0]}': experts quantised by {scheme.method} are not read, only FP8 ones are; export the "
+            "checkpoint as it was before, and build that with --quant int4-gptq, int4-awq or int8"
+        )
     whole_parts = [part for part in parts if part is not None]
     if len(whole_parts) < len(parts):
         plain = [name for name, part in zip(names, parts, strict=True) if part is None]

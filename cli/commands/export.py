@@ -27,7 +27,9 @@ MOST_NAMES = 10  # of tensors left out
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and *.safetensors")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder with config.json and *.safetensors, or a .gguf file"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="folder to write")
     parser.add_argument("--dry-run", action="store_true", help="say what would be exported; read no weights")
     existing = parser.add_mutually_exclusive_group()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from enginebay.builder.build import BuildConfig, build_engine
-from enginebay.export.errors import ExportError
+from enginebay.export.errors import CheckpointError, ExportError
 from enginebay.export.exporter import export_model
 from enginebay.export.stepping import Stepper, Stream
 from enginebay.export.verify import verify
@@ -230,6 +230,25 @@ def test_fp8_checkpoints_of_deepseek_v3(tmp_path: Path) -> None:
     assert any("experts" in weight.name for weight in report.tensors)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_quantised_otherwise_are_refused_with_a_way_out(tmp_path: Path, method: str) -> None:
+    folder = save(make_model(hf.Qwen3MoeConfig(**{**SMALL, **QWEN, "head_dim": 8})), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, columns = tensors.pop(name).shape
+        base = name.removesuffix("weight")
+        packed = (columns // 8, rows) if method == "gptq" else (columns, rows // 8)
+        tensors[f"{base}qweight"] = torch.zeros(packed, dtype=torch.int32)
+        tensors[f"{base}qzeros"] = torch.zeros((1, rows // 8), dtype=torch.int32)
+        tensors[f"{base}scales"] = torch.ones((1, rows), dtype=torch.float16)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"experts\.0.*quantised by {method} are not read.*int4-gptq"):
+        export_model(folder, tmp_path / "out")
+
+
 def test_prediction_heads_beyond_the_last_layer_are_reported(tmp_path: Path) -> None:
     kind, changes = MODELS["deepseek_v3"]
     folder = save(make_model(kind(**{**SMALL, **changes})), tmp_path / "model")
@@ -239,7 +258,7 @@ def test_prediction_heads_beyond_the_last_layer_are_reported(tmp_path: Path) -> 
     assert export_model(folder, tmp_path / "out").ignored == (extra,)
 
 
-@pytest.mark.parametrize(("quant", "kl"), [("int8", 1e-3), ("int4", 0.1)])
+@pytest.mark.parametrize(("quant", "kl"), [("int8", 1e-3), ("int4", 0.1), ("fp8-w8a8", 0.1), ("w4a8", 0.1)])
 def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16}
     folder = save(make_model(hf.Qwen3MoeConfig(**{**SMALL, **QWEN, **sizes})), tmp_path / "model")
@@ -247,7 +266,8 @@ def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: 
     built = build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant))
     formats = {layer: record.format for layer, record in built.manifest.quantization.layers.items()}
     assert formats["layers.0.moe.router"] == "f32", "a rounded router sends tokens to other experts"
-    assert formats["layers.0.moe.down"].startswith(quant.replace("int", "i"))
+    kinds = {"int8": "i8", "int4": "i4", "fp8-w8a8": "f8", "w4a8": "i4"}
+    assert formats["layers.0.moe.down"].startswith(kinds[quant])
     engine = OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=32, threads=2))
     result = verify(engine, folder, tokens=192, window=48)
     assert 1e-9 < result.mean_kl < kl
