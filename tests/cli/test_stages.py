@@ -82,7 +82,7 @@ def test_weights_are_quantised_as_asked(
     assert caught.value.code == 2
     assert "weight format 'i5' is unknown" in capsys.readouterr().err
     assert main(["build", str(exported), str(engine), "--quant", "int8", "--block", "64"]) == 1
-    assert "recipe int8 has no int4 layers" in capsys.readouterr().err
+    assert "recipe int8 has no int4 or fp8 layers" in capsys.readouterr().err
 
 
 def test_options_are_checked_before_there_is_anything_to_build(
