@@ -101,7 +101,7 @@ _ATTENTION_POINTERS = (
 )
 
 
-_ATTENTION_TIERS = ("cache_int8", "cache_int4", "cache_offsets")
+_ATTENTION_TIERS = ("cache_int8", "cache_int4")
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -111,7 +111,7 @@ class _AttentionArgs(ctypes.Structure):
         *((name, c_void_p) for name in _ATTENTION_POINTERS),
         ("tree_mask", c_void_p),
         ("tree_words", c_int32),
-        *((name, c_void_p) for name in _ATTENTION_TIERS),
+        *((name, c_void_p) for name in (*_ATTENTION_TIERS, "cache_offsets")),
     )
 
 
@@ -336,6 +336,7 @@ class KernelLibrary:
         arrays = {**inputs, "qkv": qkv, "cache": cache, "attention": attention}
         pointers = (_pointer(arrays.pop(name, None)) for name in _ATTENTION_POINTERS)
         args = _AttentionArgs(tokens, sequences, *pointers)
+        args.cache_offsets = _pointer(arrays.pop("cache_offsets", None))
         for name in _ATTENTION_TIERS:
             if (pool := arrays.pop(name, None)) is not None:
                 setattr(desc, f"num_blocks_{name.removeprefix('cache_')}", pool.shape[0])

@@ -103,6 +103,8 @@ PAGED_ATTENTION = Op(
         # slots lie in cache, which is then float; cache_scales are cache_int8's.
         Param("cache_int8", ("int8",), ("blocks8", "2", "block_size", "Hkv", "D"), optional=True),
         Param("cache_int4", ("uint8",), ("blocks4", "2", "block_size", "Hkv", "row_bytes"), optional=True),
+        # Of an INT4 cache that is written: what keys and values are near to, taken off where that helps.
+        Param("cache_offsets", ("float32",), ("2", "Hkv", "D"), optional=True),
     ),
     outputs=(
         Param("attention", FLOATS, ("T", "Hq*D")),

@@ -143,6 +143,7 @@ def paged_attention(
     cache_scales: Array | None = None,
     cache_int8: NDArray[np.int8] | None = None,
     cache_int4: NDArray[np.uint8] | None = None,
+    cache_offsets: Array | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -213,12 +214,14 @@ def paged_attention(
         slot = int(slot_mapping[token])
         if slot >= 0:
             for part, vectors in enumerate((keys, values)):
-                stored = encode(vectors[token], scales[part], cache.dtype)
+                offsets = None if cache_offsets is None else cache_offsets[part].astype(np.float64)
+                stored = encode(vectors[token], scales[part], cache.dtype, offsets)
                 cache[slot // block_size, part, slot % block_size] = stored
 
     tiers = [pool for pool in (cache, cache_int8, cache_int4) if pool is not None]
+    offsets = None if cache_offsets is None else cache_offsets[:, None].astype(np.float64)
     pools = np.concatenate(
-        [decode(pool, scales[:, None]) for pool in tiers]
+        [decode(pool, scales[:, None], offsets) for pool in tiers]
     )  # [blocks, 2, block_size, Hkv, D]
     group = num_heads // num_kv_heads
     for sequence, length in enumerate(kv_len):

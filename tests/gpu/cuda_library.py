@@ -63,7 +63,7 @@ AttentionArgs = _struct(
     (c_void_p, "qkv cache query_start kv_len block_table slot_mapping position_ids rope_cos rope_sin"),
     (c_void_p, "q_norm k_norm sinks attention cache_scales tree_mask"),
     (c_int32, "tree_words"),
-    (c_void_p, "cache_int8 cache_int4"),
+    (c_void_p, "cache_int8 cache_int4 cache_offsets"),
 )
 SpecDesc = _struct("SpecDesc", (c_int32, "vocab max_depth dtype"))
 SpecArgs = _struct(

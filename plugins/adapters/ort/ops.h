@@ -20,10 +20,11 @@ constexpr eb_dtype kFormatTypes[] = {EB_F32, EB_F16, EB_BF16, EB_F8E4M3, EB_I8, 
 class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
-  static constexpr size_t kInputCount = 15, kRequiredInputs = 7;
+  static constexpr size_t kInputCount = 16, kRequiredInputs = 7;
   static constexpr Type kInputs[kInputCount] = {kIo,    kAny,   kInt32, kInt32, kInt32,
                                                 kInt32, kInt32, kFloat, kFloat, kFloat,
-                                                kFloat, kFloat, kFloat, kInt8,  kUint8};
+                                                kFloat, kFloat, kFloat, kInt8,  kUint8,
+                                                kFloat};
   static constexpr Type kOutputs[] = {kIo, kAny};
 
   explicit PagedAttention(const OrtKernelInfo* info);

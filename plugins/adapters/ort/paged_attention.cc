@@ -19,11 +19,13 @@ enum Input {
   kSinks,
   kCacheScales,
   kCacheInt8,
-  kCacheInt4
+  kCacheInt4,
+  kCacheOffsets
 };
-constexpr const char* kNames[] = {"qkv",          "cache",        "query_start",  "kv_len",     "block_table",
-                                  "slot_mapping", "position_ids", "rope_cos",     "rope_sin",   "q_norm",
-                                  "k_norm",       "sinks",        "cache_scales", "cache_int8", "cache_int4"};
+constexpr const char* kNames[] = {"qkv",          "cache",        "query_start",  "kv_len",
+                                  "block_table",  "slot_mapping", "position_ids", "rope_cos",
+                                  "rope_sin",     "q_norm",       "k_norm",       "sinks",
+                                  "cache_scales", "cache_int8",   "cache_int4",   "cache_offsets"};
 
 }  // namespace
 
@@ -80,12 +82,13 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
                                  : Shape{3, {latent ? 1 : 2, desc_.num_kv_heads, desc_.head_dim}},
       {5, {kFree, 2, block, desc_.num_kv_heads, desc_.head_dim}},
       {5, {kFree, 2, block, desc_.num_kv_heads, eb_int4_cache_row_bytes(desc_.head_dim)}},
+      {3, {2, desc_.num_kv_heads, desc_.head_dim}},
   };
   if (in[kRopeCos].present() != in[kRopeSin].present()) {
     return refuse(node_, "rope_cos and rope_sin come together; only %s is connected",
                   in[kRopeCos].present() ? "rope_cos" : "rope_sin");
   }
-  for (int i = kQkv; i <= kCacheInt4; ++i) {
+  for (int i = kQkv; i <= kCacheOffsets; ++i) {
     if (!in[i].present()) {
       if (i <= kPositionIds) return refuse(node_, "input %s is not connected", kNames[i]);
       continue;
@@ -105,7 +108,7 @@ OrtStatus* PagedAttention::check_shapes(const Tensor (&in)[kInputCount]) const {
 OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   Call call(context);
   Tensor in[kInputCount];
-  for (int i = kQkv; i <= kCacheInt4; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
+  for (int i = kQkv; i <= kCacheOffsets; ++i) EB_ORT_RETURN_IF_ERROR(call.input(i, &in[i]));
   EB_ORT_RETURN_IF_ERROR(check_shapes(in));
 
   eb_paged_attention_desc desc = desc_;
@@ -162,6 +165,7 @@ OrtStatus* PagedAttention::ComputeV2(OrtKernelContext* context) noexcept {
   args.cache_scales = static_cast<const float*>(in[kCacheScales].data);
   args.cache_int8 = in[kCacheInt8].data;
   args.cache_int4 = in[kCacheInt4].data;
+  args.cache_offsets = static_cast<const float*>(in[kCacheOffsets].data);
   args.attention = attention;
   int32_t* plan;
   void* memory;

@@ -34,7 +34,8 @@ typedef struct eb_paged_attention_desc {
  * bytes; D is a multiple of 32. 16 bytes for every 32 values: value i in the low half of byte i, value i + 16
  * in the high half. Then a scale and a minimum for every 32 values, fp16: value = scale*code + minimum. Codes
  * run from the least value to the largest, both bounded to +-65504 first; 32 values of which one is NaN or
- * infinite are stored as NaN.
+ * infinite are stored as NaN. With cache_offsets, where a scale's sign bit is set, the 32 offsets were taken
+ * off before and are added when read: of the two ways the one whose values span less.
  */
 #define EB_INT4_CACHE_GROUP 32
 static inline int32_t eb_int4_cache_row_bytes(int32_t head_dim) {
@@ -72,6 +73,8 @@ typedef struct eb_paged_attention_args {
    * table count on from num_blocks through cache_int8, then cache_int4; slots lie in the first pool. */
   const void* cache_int8;
   const void* cache_int4;
+  /* Of an INT4 cache that is written: [2, Hkv, D], what keys and values are near to. NULL: none. */
+  const float* cache_offsets;
 } eb_paged_attention_args;
 
 /* Ints of the plan and bytes of workspace for this step (host pointers to query_start and kv_len). */

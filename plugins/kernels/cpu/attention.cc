@@ -74,6 +74,7 @@ extern "C" eb_status eb_paged_attention_run(const eb_context* context, const eb_
   call.desc = desc, call.args = args;
   call.shape = attention_shape(*desc);
   (is_tiered(*desc) ? call.tier_scales : call.scales) = cache_scales(*desc, *args);
+  call.offsets = cache_scales_of(args->cache_offsets, desc->num_kv_heads, desc->head_dim);
   cache_pools(*desc, *args, call.pools);
   call.queries = reinterpret_cast<float*>(base + workspace.queries);
   call.parts = reinterpret_cast<float*>(base + workspace.parts);

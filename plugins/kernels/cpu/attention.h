@@ -128,6 +128,7 @@ struct AttentionCall {
   AttentionShape shape;
   CacheScales scales;       // of the cache that is written; those of a tiered one are none
   CacheScales tier_scales;  // of the int8 pool of a tiered cache
+  CacheScales offsets;      // of an INT4 cache, a channel each
   CachePool pools[kMostPools];
   float* queries;
   float* parts;

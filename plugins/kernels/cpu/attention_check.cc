@@ -85,6 +85,23 @@ namespace {
 
 bool is_eight_bits(eb_dtype dtype) { return dtype == EB_F8E4M3 || dtype == EB_I8; }
 
+eb_status check_cache_offsets(const eb_context* context, const eb_paged_attention_desc& desc,
+                              const eb_paged_attention_args& args) {
+  if (args.cache_offsets == nullptr) return EB_OK;
+  if (desc.cache_dtype != EB_I4) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: cache_offsets given for a %s cache; int4 has them",
+                dtype_name(desc.cache_dtype));
+  }
+  for (int64_t i = 0; i < int64_t{2} * desc.num_kv_heads * desc.head_dim; ++i) {
+    const float offset = args.cache_offsets[i];
+    if (offset >= -FLT_MAX && offset <= FLT_MAX) continue;
+    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: cache_offsets[%lld] is %g; offsets are finite",
+                static_cast<long long>(i), static_cast<double>(offset));
+  }
+  return EB_OK;
+}
+
 eb_status check_cache_scales(const eb_context* context, const eb_paged_attention_desc& desc,
                              const eb_paged_attention_args& args) {
   if (args.cache_scales == nullptr) return EB_OK;
@@ -238,6 +255,7 @@ eb_status check_attention_args(const eb_context* context, const eb_paged_attenti
     return fail(context, EB_UNSUPPORTED, "PagedAttention: the CPU library has no tree mask");
   }
   EB_RETURN_IF_ERROR(check_cache_scales(context, desc, args));
+  EB_RETURN_IF_ERROR(check_cache_offsets(context, desc, args));
   if (desc.latent_dim > 0 && desc.latent_dim + desc.rotary_dim != desc.head_dim) {
     return fail(context, EB_INVALID_ARGUMENT,
                 "PagedAttention: latent_dim %d and rotary_dim %d do not make up head_dim %d", desc.latent_dim,

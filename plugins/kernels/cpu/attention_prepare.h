@@ -3,6 +3,7 @@
 #define ENGINEBAY_ATTENTION_PREPARE_H
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention.h"
 #include "cache_read.h"
@@ -47,6 +48,7 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
   const eb_paged_attention_args& args = *call.args;
   const AttentionShape& shape = call.shape;
   const CacheScales& scales = call.scales;
+  const CacheScales& written = std::is_same_v<T, Int4> ? call.offsets : scales;
   const int dim = desc.head_dim, half = desc.rotary_dim / 2;
   const bool interleaved = desc.rope_interleaved != 0;
   for (int64_t token = first; token < last; ++token) {
@@ -73,13 +75,13 @@ void prepare_tokens(const AttentionCall& call, int64_t first, int64_t last) {
       std::memcpy(key, row, dim * sizeof(float));
       if (args.k_norm != nullptr) normalise_head<V>(key, args.k_norm, dim, desc.norm_epsilon);
       if (half > 0) rotate_head(key + shape.rotary_offset, cosines, sines, half, interleaved);
-      write_row(key, cached + head * shape.row_elements, dim, scales_of(scales.keys, scales, head),
-                scales.step);
+      write_row(key, cached + head * shape.row_elements, dim, scales_of(written.keys, written, head),
+                written.step);
     }
     if (shape.value_offset == 0) continue;
     for (int head = 0; head < desc.num_kv_heads; ++head, row += dim) {
       write_row(row, cached + shape.value_offset + head * shape.row_elements, dim,
-                scales_of(scales.values, scales, head), scales.step);
+                scales_of(written.values, written, head), written.step);
     }
   }
 }

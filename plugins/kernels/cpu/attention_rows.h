@@ -54,7 +54,7 @@ class TileRows {
     const AttentionShape& shape = call.shape;
     const int32_t* table = call.args->block_table + int64_t{sequence} * desc.table_width;
     const T* cache = static_cast<const T*>(call.args->cache) + first_head * shape.row_elements;
-    first = from, count = to;
+    first = from, count = to, first_head_ = first_head, offsets_ = &call.offsets;
     row_elements_ = shape.row_elements, value_offset_ = shape.value_offset;
     int64_t block = (start + from) / desc.block_size;
     int offset = static_cast<int>((start + from) % desc.block_size);
@@ -72,10 +72,19 @@ class TileRows {
   int64_t row_bytes(int) const { return row_elements_ * static_cast<int64_t>(sizeof(T)); }
   template <class V>
   void expand(int j, int head, bool values, int dim, float* to) const {
-    expand_row<V>(values ? value(j, head) : key(j, head), dim, to);
+    const T* const row = values ? value(j, head) : key(j, head);
+    if constexpr (std::is_same_v<T, Int4>) {
+      const float* const all = values ? offsets_->values : offsets_->keys;
+      if (all != nullptr) {
+        return expand_row<V>(row, dim, all + (first_head_ + head) * offsets_->head_stride, to);
+      }
+    }
+    expand_row<V>(row, dim, to);
   }
 
  private:
+  const CacheScales* offsets_;
+  int first_head_;
   const T* keys_[kTile];
   int64_t row_elements_, value_offset_;
 };

@@ -77,6 +77,19 @@ inline void expand_row(const Int4* row, int dim, float* to) {
     V::expand_int4(codes, factors, to + d);
   }
 }
+// `offsets` are added where a scale's sign bit says that they were taken off.
+template <class V>
+inline void expand_row(const Int4* row, int dim, const float* offsets, float* to) {
+  const uint8_t *codes = &row->bits, *factors = codes + dim / 2;
+  for (int d = 0; d < dim; d += kInt4Group, codes += kInt4Group / 2, factors += 4) {
+    uint8_t plain[4] = {factors[0], static_cast<uint8_t>(factors[1] & 0x7f), factors[2], factors[3]};
+    V::expand_int4(codes, plain, to + d);
+    if (plain[1] == factors[1]) continue;
+    for (int i = d; i < d + kInt4Group; i += V::kWidth) {
+      V::store(to + i, V::add(V::load(to + i), V::load(offsets + i)));
+    }
+  }
+}
 
 template <class V>
 inline void store_first(float* to, typename V::F value, int count) {
