@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
-from enginebay.builder.quant.stored import StoredWeights
+from enginebay.builder.quant.stored import StoredExperts, StoredMatrix, StoredWeights
 from enginebay.builder.weights import WeightMatrix, expert_matrices
 from enginebay.plugins.ops import EXPERT_ALIGNMENT
 
@@ -142,6 +142,18 @@ class WeightPacker:
         padding = -size % EXPERT_ALIGNMENT
         plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
         value = self._register(graph, weight.name, plans, len(plans) * (size + padding))
+        return Placed(value, _format_attributes(fmt, fmt.block))
+
+    def place_stored_experts(
+        self, graph: ir.Graph, layer: str, matrices: Sequence[StoredMatrix], fmt: WeightFormat
+    ) -> Placed:
+        """As `place_experts`, of experts that came quantised: they stay as they are."""
+        size = self._library.packed_bytes(fmt, matrices[0].shape)
+        padding = -size % EXPERT_ALIGNMENT
+        plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
+        name = f"{layer}.weight"
+        value = self._register(graph, name, plans, len(plans) * (size + padding))
+        self._quantizers[f"{name}.packed"] = StoredExperts()
         return Placed(value, _format_attributes(fmt, fmt.block))
 
     def _register(self, graph: ir.Graph, weight: str, plans: tuple[LayerPlan, ...], size: int) -> ir.Value:

@@ -104,7 +104,11 @@ def expert_matrices(name: str, tensor: ir.TensorProtocol) -> list[WeightMatrix]:
     if not isinstance(tensor, ir.ExternalTensor):
         values = tensor.numpy()
         return [WeightMatrix(label, ir.tensor(values[index])) for index, label in enumerate(names)]
-    size = rows * columns * tensor.dtype.numpy().itemsize
+    if rows * columns * tensor.dtype.bitwidth % 8:
+        raise SidecarError(
+            f"{tensor.path}: experts of {name} have {rows} x {columns} 4-bit values, an odd number"
+        )
+    size = rows * columns * tensor.dtype.bitwidth // 8
     return [
         WeightMatrix(
             label,

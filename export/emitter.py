@@ -126,14 +126,16 @@ class Emitter:
         if value.name not in self._floats:
             scale = self.weight(f"{role}.scale")
             inputs = [value, scale, *([self.weight(f"{role}.zero")] if self.has(f"{role}.zero") else [])]
-            (rows, columns), groups = self._weights[role].shape, self._weights[f"{role}.scale"].shape[1]
-            name, block = f"{value.name}.float", columns // groups
+            shape, groups = self._weights[role].shape, self._weights[f"{role}.scale"].shape[-1]
+            name, axis, block = f"{value.name}.float", len(shape) - 1, shape[-1] // groups
             if not self.has(f"{role}.minimum"):
-                self._floats[value.name] = self.op(name, "DequantizeLinear", inputs, axis=1, block_size=block)
-                return self._floats[value.name]
+                steps = self.op(name, "DequantizeLinear", inputs, axis=axis, block_size=block)
+                self._floats[value.name] = steps
+                return steps
+            rows, columns = shape
             steps = self.op(f"{name}.steps", "DequantizeLinear", inputs, axis=1, block_size=block)
-            shape = self.constant(np.array([rows, groups, block], np.int64))
-            blocks = self.op(f"{name}.blocks", "Reshape", [steps, shape])
+            cut = self.constant(np.array([rows, groups, block], np.int64))
+            blocks = self.op(f"{name}.blocks", "Reshape", [steps, cut])
             raised = self.op(f"{name}.raised", "Add", [blocks, self.weight(f"{role}.minimum")])
             flat = self.constant(np.array([rows, columns], np.int64))
             self._floats[value.name] = self.op(name, "Reshape", [raised, flat])

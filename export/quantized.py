@@ -8,7 +8,7 @@ DequantizeLinear in the graph, and so do FP8 weights as E4M3. Those of experts b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,11 @@ class Scheme:
             return self._lay_fp8(parts, shapes)
         if self.method == "gguf":
             return _lay_gguf(parts, shapes)
-        layers = [self._read(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+        # Values are read again when they are written: an expert's are enough to hold.
+        layers = [
+            replace(self._read(part, shape), values=np.zeros((0, 0), np.uint8))
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
         read = [partial(self._read, part, shape) for part, shape in zip(parts, shapes, strict=True)]
         groups = {layer.scales.shape[1] for layer in layers}
         first = layers[0].order

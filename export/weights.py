@@ -221,18 +221,13 @@ def _quantised(
 
     CheckpointError where only some of the role's tensors are.
     """
-    # Experts come as numbers: their op reads no DequantizeLinear.
+    # FP8 experts become numbers; integers stay.
     shapes = list(role.parts) * (role.experts or 1)
     if len(shapes[0]) != 2 or (role.experts and len(names) != len(shapes)):
         return None
     parts = [scheme.tensors(checkpoint, name) for name in names]
     if not any(parts):
         return None
-    if role.experts and scheme.method != "fp8":
-        raise CheckpointError(
-            f"'{names[0]}': experts quantised by {scheme.method} are not read, only FP8 ones are; export the "
-            "checkpoint as it was before, and build that with --quant int4-gptq, int4-awq or int8"
-        )
     whole_parts = [part for part in parts if part is not None]
     if len(whole_parts) < len(parts):
         plain = [name for name, part in zip(names, parts, strict=True) if part is None]
@@ -241,9 +236,18 @@ def _quantised(
         )
     consumed.update(tensor.name for part in whole_parts for tensor in part.values())
     stored = scheme.lay(whole_parts, shapes, numbers=bool(role.experts))
+    if role.experts and ".order" in stored:
+        raise CheckpointError(
+            f"'{names[0]}': experts with an activation order (g_idx) are not read; export the checkpoint "
+            "as it was before, and build that with --quant int4-gptq"
+        )
+    experts = (role.experts,) if role.experts else ()
     return {
         f"{role.name}{suffix}": Initializer(
-            f"{names[0]}{suffix}", item.dtype, item.shape if suffix else role.shape, item.pieces
+            f"{names[0]}{suffix}",
+            item.dtype,
+            (*experts, item.shape[0] // (role.experts or 1), *item.shape[1:]) if suffix else role.shape,
+            item.pieces,
         )
         for suffix, item in stored.items()
     }

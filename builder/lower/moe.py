@@ -8,29 +8,41 @@ import onnx_ir as ir
 
 from enginebay.builder.lower.graph import RewriteReport, plugin_node, replace, static_shape, through_cast
 from enginebay.builder.packing import WeightPacker
+from enginebay.builder.quant.stored import common_format, stored_experts
 from enginebay.plugins import ops
 
 
 def lower_moe(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
-    """Rewrites MoE whose gate_up [E, 2I, H] and down [E, H, I] are initializers, or Casts of them."""
+    """Rewrites MoE whose gate_up [E, 2I, H] and down [E, H, I] are initializers, Casts of them,
+    or DequantizeLinears of experts that came quantised."""
     report = RewriteReport("moe")
     for node in list(graph):
         if node.domain != ops.DOMAIN or node.op_type != ops.MOE.name:
             continue
         inputs = list(node.inputs)
         places = {name: ops.MOE.input_index(name) for name in ("gate_up", "down")}
-        sources = {name: through_cast(value) for name, at in places.items() if (value := inputs[at])}
-        computed = [name for name, source in sources.items() if not source.is_initializer()]
-        if computed or any(len(static_shape(source) or ()) != 3 for source in sources.values()):
-            report.miss(
-                node, f"{' and '.join(computed) or 'an expert weight'} is not an initializer [E, N, K]"
-            )
-            continue
-        widths = [(static_shape(source) or (0,))[-1] for source in sources.values()]
-        packed = {
-            name: packer.place_experts(graph, f"{node.name}.{name}", source, math.gcd(*widths))
-            for name, source in sources.items()
-        }
+        values = {name: value for name, at in places.items() if (value := inputs[at]) is not None}
+        stored = {name: stored_experts(value) for name, value in values.items()}
+        if all(stored.values()):
+            held = {name: matrices for name, matrices in stored.items() if matrices is not None}
+            fmt = common_format([matrix for matrices in held.values() for matrix in matrices])
+            packed = {
+                name: packer.place_stored_experts(graph, f"{node.name}.{name}", matrices, fmt)
+                for name, matrices in held.items()
+            }
+        else:
+            sources = {name: through_cast(value) for name, value in values.items()}
+            computed = [name for name, source in sources.items() if not source.is_initializer()]
+            if computed or any(len(static_shape(source) or ()) != 3 for source in sources.values()):
+                report.miss(
+                    node, f"{' and '.join(computed) or 'an expert weight'} is not an initializer [E, N, K]"
+                )
+                continue
+            widths = [(static_shape(source) or (0,))[-1] for source in sources.values()]
+            packed = {
+                name: packer.place_experts(graph, f"{node.name}.{name}", source, math.gcd(*widths))
+                for name, source in sources.items()
+            }
         if packed["gate_up"].attributes != packed["down"].attributes:
             report.miss(node, "gate_up and down got different formats; override both alike")
             continue

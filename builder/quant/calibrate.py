@@ -30,7 +30,7 @@ from enginebay.builder.quant.rtn import (
     quantize_rows,
 )
 from enginebay.builder.quant.scaling import Site, channel_scale
-from enginebay.builder.quant.stored import stored_weights
+from enginebay.builder.quant.stored import StoredMatrix, stored_weights
 
 Float32 = NDArray[np.float32]
 
@@ -195,6 +195,8 @@ class _Session:
 
         def weights_of(part: str, expert: int, inputs: Float32) -> Float32:
             matrix, layer = matrices[part][expert], f"{node.name}.{part}"
+            if isinstance(matrix, StoredMatrix):
+                return matrix.rows(0, matrix.shape[0])
             fmt = self._recipe.format_of(layer, (matrix.shape[0], columns))
             plan = LayerPlan(layer, matrix, fmt)
             weights = matrix.rows(0, matrix.shape[0])

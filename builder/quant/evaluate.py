@@ -27,6 +27,7 @@ from enginebay.builder.quant.interpreter import (
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.rtn import dequantize_rows
+from enginebay.builder.quant.stored import StoredMatrix
 from enginebay.builder.weights import WeightMatrix
 
 Float32 = NDArray[np.float32]
@@ -62,6 +63,8 @@ def quantised_weights(quantizer: Quantizer, recipe: Recipe) -> WeightsOf:
 
     def weights(node: ir.Node, part: str = "", expert: int = 0) -> Float32:
         matrix = _matrix(node, part, expert)
+        if isinstance(matrix, StoredMatrix):
+            return matrix.rows(0, matrix.shape[0])
         layer, columns = node.name or "linear", matrix.shape[1]
         if part:
             layer, columns = f"{layer}.{part}", shared_columns(node)

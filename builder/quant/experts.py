@@ -14,6 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginebay.builder.lower.graph import static_shape, through_cast
+from enginebay.builder.quant.stored import stored_experts, stored_weights
 from enginebay.builder.weights import WeightMatrix, expert_matrices
 from enginebay.plugins import ops, reference
 
@@ -30,11 +31,14 @@ def is_moe(node: ir.Node) -> bool:
 
 
 def experts_of(node: ir.Node) -> dict[str, list[WeightMatrix]]:
-    """The matrices of every expert by part; nothing is read."""
-    result = {}
+    """The matrices of every expert by part, StoredMatrix where they came quantised; nothing is read."""
+    result: dict[str, list[WeightMatrix]] = {}
     for part in PARTS:
         value = node.inputs[ops.MOE.input_index(part)]
         assert value is not None
+        if (stored := stored_experts(value)) is not None:
+            result[part] = [*stored]
+            continue
         source = through_cast(value)
         assert source.name is not None
         assert source.const_value is not None, f"{source.name} is not a weight"
@@ -48,7 +52,9 @@ def shared_columns(node: ir.Node) -> int:
     for part in PARTS:
         value = node.inputs[ops.MOE.input_index(part)]
         assert value is not None
-        widths.append((static_shape(through_cast(value)) or (0,))[-1])
+        stored = stored_weights(value)
+        shape = static_shape(through_cast(value)) if stored is None else tuple(stored.values.shape.numpy())
+        widths.append(int((shape or (0,))[-1]))
     return math.gcd(*widths)
 
 

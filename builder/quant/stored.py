@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from enginebay.builder.quant.formats import WeightFormat
 from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
-from enginebay.builder.weights import CHUNK_BYTES, ROW_GROUP, read_values
+from enginebay.builder.weights import CHUNK_BYTES, ROW_GROUP, WeightMatrix, expert_matrices, read_values
 
 I4_CENTRE = 8
 
@@ -46,13 +46,13 @@ class StoredWeights:
         symmetric = self.minimums is None and bool((self._zeros() == I4_CENTRE).all())
         return WeightFormat("i4", columns // groups, symmetric)
 
-    def method(self, plan: LayerPlan) -> str:
-        assert plan.format == self.format
+    def method(self, plan: LayerPlan) -> str:  # noqa: ARG002 (of Quantizer)
         return "as stored"
 
     def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
-        fmt = plan.format
-        assert fmt == self.format
+        fmt, mine = plan.format, self.format
+        # Beside experts with a minimum, symmetric ones have theirs at -8 steps.
+        assert fmt in (mine, replace(mine, symmetric=mine.symmetric and fmt.symmetric))
         rows, columns = self.shape
         scales, lows = self.scales.numpy().astype(np.float32), None if fmt.symmetric else self._lows()
         step = max(1, CHUNK_BYTES // (4 * columns * ROW_GROUP)) * ROW_GROUP
@@ -83,9 +83,56 @@ class StoredWeights:
         return result
 
 
+@dataclass(frozen=True)
+class StoredMatrix(WeightMatrix):
+    """An expert's matrix that came quantised: rows are what its values stand for. A Quantizer of itself."""
+
+    weights: StoredWeights
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self.weights.dequantized()[start:stop]
+
+
+class StoredExperts:
+    """A Quantizer of StoredMatrix plans."""
+
+    def method(self, plan: LayerPlan) -> str:  # noqa: ARG002 (of Quantizer)
+        return "as stored"
+
+    def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
+        assert isinstance(plan.matrix, StoredMatrix)
+        yield from plan.matrix.weights.rows(plan)
+
+
+def stored_experts(value: ir.Value) -> list[StoredMatrix] | None:
+    """The matrices of experts [E, N, K] that came quantised; None where `value` is anything else."""
+    whole = stored_weights(value)
+    if whole is None or len(whole.values.shape) != 3:
+        return None
+    scales = whole.scales.numpy().astype(np.float32)
+    zeros = None if whole.zeros is None else whole.zeros.numpy().astype(np.uint8)
+    matrices = expert_matrices(str(whole.values.name), whole.values)
+    return [
+        StoredMatrix(
+            matrix.name,
+            matrix.tensor,
+            StoredWeights(
+                matrix.tensor, ir.tensor(scales[e]), None if zeros is None else ir.tensor(zeros[e])
+            ),
+        )
+        for e, matrix in enumerate(matrices)
+    ]
+
+
+def common_format(matrices: Sequence[StoredMatrix]) -> WeightFormat:
+    """The format that holds them all: with minimums where one has zeros away from the middle."""
+    formats = [matrix.weights.format for matrix in matrices]
+    return next((fmt for fmt in formats if not fmt.symmetric), formats[0])
+
+
 def stored_weights(value: ir.Value) -> StoredWeights | None:
-    """What `value` stands for, if it is the DequantizeLinear, by groups along axis 1, of initializers; or the
-    Reshape of the Add of minimums [N, groups, 1] to the Reshape [N, groups, block] of one."""
+    """What `value` stands for, if it is the DequantizeLinear, by groups along the last axis, of initializers,
+    or the Reshape of the Add of minimums [N, groups, 1] to the Reshape [N, groups, block] of one."""
     added = _operands(_produced(value, "Reshape"), "Add")
     if added is None:
         return _dequantized(value)
@@ -131,11 +178,13 @@ def _dequantized(value: ir.Value) -> StoredWeights | None:
     if node is None or node.op_type != "DequantizeLinear" or node.domain != "":
         return None
     held = [v for v in node.inputs if v is not None]
-    if not all(v.is_initializer() for v in held) or node.attributes["axis"].as_int() != 1:
+    if not all(v.is_initializer() for v in held):
         return None
     tensors = [v.const_value for v in held]
     assert tensors[0] is not None
     assert tensors[1] is not None
+    if node.attributes["axis"].as_int() != len(tensors[0].shape) - 1:
+        return None
     if tensors[0].dtype not in (ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN):
         return None
     return StoredWeights(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)

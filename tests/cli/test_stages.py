@@ -93,7 +93,7 @@ def test_options_are_checked_before_there_is_anything_to_build(
     assert capsys.readouterr().err == ""
     for options, words in (
         (["--quant", "int3"], "'int3' is unknown"),
-        (["--quant", "int8", "--block", "64"], "recipe int8 has no int4 layers"),
+        (["--quant", "int8", "--block", "64"], "recipe int8 has no int4 or fp8 layers"),
         (["--target", "abacus"], "target 'abacus' is unknown"),
         (["--max-batch", "0"], "max_batch is 0"),
     ):
