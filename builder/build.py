@@ -63,7 +63,7 @@ def build_engine(
     _check_vectors(source.model.graph)
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
         quantised = quantise(source, chosen, config, scratch, progress, cache=cache_format)
-        cache = CacheLayout(cache_format, config.block_size, quantised.cache_scales)
+        cache = CacheLayout(cache_format, config.block_size, quantised.cache_constants)
         packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer, quantised.input_scales)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
@@ -107,7 +107,7 @@ def build_engine(
             error=quantised.error,
             engine_error=rounded,
             mix=quantised.mix,
-            cache_scales=cache.scales,
+            cache_constants=cache.constants,
         )
         report.save(folder)
         manifest.save(folder)
@@ -147,8 +147,8 @@ def _cache_groups(source: ExportedModel, cache: CacheFormat, block_size: int) ->
     groups = []
     for group in source.spec.cache_groups:
         values = group.block_shape(block_size)
-        shape, scales = cache.block_shape(values), cache.scale_shape(values)
-        groups.append(CacheGroupRecord(group.kind, group.layers, cache.dtype, block_size, shape, scales))
+        shape, constants = cache.block_shape(values), cache.constant_shape(values)
+        groups.append(CacheGroupRecord(group.kind, group.layers, cache.dtype, block_size, shape, constants))
     return tuple(groups)
 
 

@@ -97,7 +97,8 @@ class QuantizationRecord:
 class CacheGroupRecord:
     """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`.
 
-    `scale_shape`: of each layer's scales, which the graph holds; [] where there are none.
+    `constant_shape`: of what calibration found for each layer, scales or for int4 offsets, which the graph
+    holds; [] where there is none.
     """
 
     kind: str
@@ -105,7 +106,7 @@ class CacheGroupRecord:
     dtype: str
     block_size: int
     block_shape: tuple[int, ...]
-    scale_shape: tuple[int, ...]
+    constant_shape: tuple[int, ...]
 
     @property
     def block_bytes(self) -> int:

@@ -13,7 +13,7 @@ from enginebay.builder.config import BuildConfig
 from enginebay.builder.exported import ExportedModel, read_exported
 from enginebay.builder.quant.agreement import EngineError, engine_error
 from enginebay.builder.quant.cache import CacheFormat
-from enginebay.builder.quant.cache_scales import Scales, StoredCaches, find_scales, stored_scales
+from enginebay.builder.quant.cache_scales import Constants, StoredCaches, find_constants, stored_scales
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
 from enginebay.builder.quant.interpreter import Batch
@@ -31,13 +31,13 @@ CACHE_SEQUENCES = 8  # largest values settle sooner than what weights are calibr
 @dataclass(frozen=True)
 class Quantised:
     """`recipe` as a search left it; `quantizer` gives the weights; `input_scales` by layer where they are
-    static; `cache_scales` where the cache has any; `mix` and `error` where they were asked for, and then
+    static; `cache_constants` where the cache has any; `mix` and `error` where they were asked for, and then
     `engine_error` too: give it the finished engine.onnx."""
 
     recipe: Recipe
     quantizer: Quantizer
     input_scales: Mapping[str, float] = field(default_factory=dict)
-    cache_scales: Scales = field(default_factory=dict)
+    cache_constants: Constants = field(default_factory=dict)
     mix: Mix | None = None
     error: ModelError | None = None
     engine_error: Callable[[Path], EngineError] | None = None
@@ -53,7 +53,7 @@ def quantise(
     cache: CacheFormat,
 ) -> Quantised:
     """Quantises the weights of `source` by `recipe`: edits its graph where channel scales fold, leaves
-    results in `scratch`; finds the scales of `cache` as the quantised weights fill it. QuantizationError
+    results in `scratch`; finds the constants of `cache` as the quantised weights fill it. QuantizationError
     for a budget that cannot be met and for what calibration refuses."""
     vocab = source.spec.vocab_size
     ShapeInferencePass()(source.model)
@@ -70,8 +70,8 @@ def quantise(
         batch = calibration_batch(source.folder, vocab, config.calibration)
         calibrated = calibrate(source.model, recipe, batch, scratch, progress)
         result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
-    if cache.scaled:
-        result = replace(result, cache_scales=_cache_scales(source, result, cache, config))
+    if cache.constants:
+        result = replace(result, cache_constants=_cache_constants(source, result, cache, config))
     if config.evaluate:
         batch = _evaluation_batch(source, config)
         result = replace(
@@ -82,9 +82,9 @@ def quantise(
     return result
 
 
-def _cache_scales(
+def _cache_constants(
     source: ExportedModel, quantised: Quantised, cache: CacheFormat, config: BuildConfig
-) -> Scales:
+) -> Constants:
     """The checkpoint's where it has them, calibrated on a part of the sequences for the other layers."""
     stored = stored_scales(source.spec, cache)
     if len(stored) == len(source.spec.layers):
@@ -92,7 +92,7 @@ def _cache_scales(
     few = replace(config.calibration, sequences=min(CACHE_SEQUENCES, config.calibration.sequences))
     batch = calibration_batch(source.folder, source.spec.vocab_size, few)
     weights = quantised_weights(quantised.quantizer, quantised.recipe)
-    return {**find_scales(source.model.graph, batch, weights, cache), **stored}
+    return {**find_constants(source.model.graph, batch, weights, cache), **stored}
 
 
 def _evaluation_batch(source: ExportedModel, config: BuildConfig) -> Batch:
@@ -108,7 +108,7 @@ def _evaluate(source: ExportedModel, quantised: Quantised, cache: CacheFormat, b
     original = read_exported(source.folder).model
     ShapeInferencePass()(original)
     weights = quantised_weights(quantised.quantizer, quantised.recipe)
-    stored = StoredCaches(cache, quantised.cache_scales)
+    stored = StoredCaches(cache, quantised.cache_constants)
     return compare(
         Logits(original.graph, batch, exact_weights),
         Logits(source.model.graph, batch, weights, stored),

@@ -29,7 +29,7 @@ class BuildReport:
     """`engine`: the folder. `nodes`: of the engine's graph. `seconds`: the whole build. `error`: of the
     weights and the cache, where the build was asked to measure it, and `engine_error` of what else the engine
     rounds; `mix`: how a search chose formats;
-    `cache_scales`: of a cache that has any, by its name."""
+    `cache_constants`: of a cache that has any, by its name."""
 
     engine: Path
     manifest: EngineManifest
@@ -40,7 +40,7 @@ class BuildReport:
     error: ModelError | None = None
     engine_error: EngineError | None = None
     mix: Mix | None = None
-    cache_scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    cache_constants: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:
@@ -90,19 +90,19 @@ class BuildReport:
         }
 
     def _cache(self) -> dict[str, Any]:
-        """The cache's groups, and the largest scale of each head: keys, then values."""
+        """The cache's groups, and of constants the largest of each head: keys', then values'."""
         return {
             "groups": [
                 {
                     "dtype": group.dtype,
                     "bytes_per_token": group.block_bytes / group.block_size,
-                    "scale_shape": list(group.scale_shape),
+                    "constant_shape": list(group.constant_shape),
                 }
                 for group in self.manifest.cache_groups
             ],
-            "scales": {
-                name: scales.reshape(*scales.shape[:2], -1).max(axis=-1).tolist()
-                for name, scales in self.cache_scales.items()
+            "constants": {
+                name: np.abs(constants).max(axis=-1).tolist()
+                for name, constants in self.cache_constants.items()
             },
         }
 

@@ -12,16 +12,16 @@ from enginebay.builder.lower.graph import RewriteReport, int_attribute
 from enginebay.builder.quant.cache import CacheFormat
 from enginebay.plugins import ops
 
-CACHE, SCALES = (ops.PAGED_ATTENTION.input_index(name) for name in ("cache", "cache_scales"))
+CACHE = ops.PAGED_ATTENTION.input_index("cache")
 
 
 def set_cache_layout(
-    graph: ir.Graph, cache: CacheFormat, block_size: int, scales: Mapping[str, NDArray[np.float32]]
+    graph: ir.Graph, cache: CacheFormat, block_size: int, constants: Mapping[str, NDArray[np.float32]]
 ) -> RewriteReport:
-    """Sets type and shape of `cache` and `cache_out` of every PagedAttention, and gives it its cache_scales.
+    """Sets type and shape of `cache` and `cache_out` of every PagedAttention, and gives it its constants.
 
     The pool's shape is [blocks, 2, block_size, kv_heads, row], or [blocks, block_size, width] of latents.
-    `scales`: by the cache's name, float32 as CacheFormat.scale_shape says; none for a format without.
+    `constants`: by the cache's name, float32 as CacheFormat.constant_shape says; none for a format without.
     """
     report = RewriteReport("cache")
     kind = ir.TensorType(cache.element)
@@ -42,21 +42,21 @@ def set_cache_layout(
         shape = ir.Shape([sizes[0], *cache.block_shape(block)])
         for value in (pool, out):
             value.type, value.shape = kind, shape
-        if cache.scaled:
+        if cache.constants:
             assert pool.name is not None
-            _add_scales(graph, node, scales[pool.name])
+            _add_constant(graph, node, cache.constants, constants[pool.name])
         report.matched += 1
     return report
 
 
-def _add_scales(graph: ir.Graph, node: ir.Node, scales: NDArray[np.float32]) -> None:
-    name = f"{node.name}.cache_scales"
+def _add_constant(graph: ir.Graph, node: ir.Node, input_name: str, numbers: NDArray[np.float32]) -> None:
+    index, name = ops.PAGED_ATTENTION.input_index(input_name), f"{node.name}.{input_name}"
     value = ir.Value(
         name=name,
         type=ir.TensorType(ir.DataType.FLOAT),
-        shape=ir.Shape(scales.shape),
-        const_value=ir.tensor(scales, name=name),
+        shape=ir.Shape(numbers.shape),
+        const_value=ir.tensor(numbers, name=name),
     )
     graph.register_initializer(value)
-    node.resize_inputs(max(len(node.inputs), SCALES + 1))
-    node.replace_input_with(SCALES, value)
+    node.resize_inputs(max(len(node.inputs), index + 1))
+    node.replace_input_with(index, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -19,29 +20,29 @@ class CacheFormat:
     name      what --kv-cache says
     dtype     as the manifest names it; the pool's elements, but int4's are bytes of two codes
     element   of the pool in the graph
-    largest   code of a format with calibrated scales, one for each channel of a head; 0: no such scales
+    constants PagedAttention's input that calibration finds, a number for each channel of a head: cache_scales
+              of 8 bits, cache_offsets of int4; "": none
+    largest   code, where there are scales
     headroom  how many times the largest value that calibration saw a scale reaches, at least
-    choices   scales in the octave from there on to choose from, by the squares of what rounding changes
+    choices   scales from there on, over `octaves`, to choose from by the squares of what rounding changes
     """
 
     name: str
     summary: str
     dtype: str
     element: ir.DataType
+    constants: Literal["", "cache_scales", "cache_offsets"] = ""
     largest: float = 0.0
     headroom: float = 1.0
     choices: int = 1
-
-    @property
-    def scaled(self) -> bool:
-        return self.largest > 0
+    octaves: float = 1.0
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a block in elements of the pool; `shape` is that of its values.
 
         QuantizationError where the format cannot hold such a block.
         """
-        if len(shape) != 4 and (self.scaled or self.dtype == "int4"):
+        if len(shape) != 4 and self.constants:
             raise QuantizationError(
                 f"kv cache {self.name}: this model caches latents, which are kept in floats: "
                 "choose fp16, bf16 or fp32"
@@ -53,9 +54,9 @@ class CacheFormat:
         except ValueError as error:
             raise QuantizationError(f"kv cache {self.name}: {error}") from None
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """[2, Hkv, D], or [] without scales; `shape` is that of a block's values."""
-        return (shape[0], *shape[2:]) if self.scaled else ()
+    def constant_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a layer's constants, [2, Hkv, D] or []; `shape` is that of a block's values."""
+        return (shape[0], *shape[2:]) if self.constants else ()
 
 
 CACHES: dict[str, CacheFormat] = {
@@ -66,12 +67,16 @@ CACHES: dict[str, CacheFormat] = {
         CacheFormat("bf16", "bfloat16", "bfloat16", ir.DataType.BFLOAT16),
         CacheFormat(
             *("int8", "int8, a calibrated scale for each channel of a head", "int8", ir.DataType.INT8),
+            constants="cache_scales",
             largest=127.0,
-            headroom=1.1,
+            headroom=1.05,
+            choices=16,
+            octaves=1 / 3,
         ),
         CacheFormat(
             *("fp8", "E4M3, a calibrated scale for each channel of a head", "float8e4m3fn"),
             ir.DataType.FLOAT8E4M3FN,
+            constants="cache_scales",
             largest=448.0,
             headroom=2.0,
             choices=16,
@@ -81,6 +86,7 @@ CACHES: dict[str, CacheFormat] = {
             f"int4, a scale and a minimum for {ops.INT4_CACHE_GROUP} values of a token's head",
             "int4",
             ir.DataType.UINT8,
+            constants="cache_offsets",
         ),
     )
 }

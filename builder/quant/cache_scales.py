@@ -1,7 +1,12 @@
-"""Scales of 8-bit caches: found by calibration, or for E4M3 what the checkpoint brought along.
+"""What calibration finds for a cache: scales of 8 bits, which for E4M3 the checkpoint may bring, offsets of
+int4.
 
-stored = value / scale, where a scale is the largest value over the largest code, fixed when the engine is
-built. The values are keys and values as a cache holds them: after norms and RoPE.
+8 bits: stored = value / scale. int4: offsets, the mean of each channel, are taken off 32 values where those
+then span less. The values are keys and values as a cache holds them: after norms and RoPE.
+
+The first token of a sequence is often one that most attention goes to, with keys and values far smaller than
+others' (Xiao et al., 2023). The even steps of int8 are coarse there, so what they do to first tokens counts as
+much as what they do to all others together; E4M3 and int4 are finer where values are smaller.
 """
 
 from __future__ import annotations
@@ -19,13 +24,13 @@ from enginebay.builder.lower.graph import int_attribute
 from enginebay.builder.quant.cache import CacheFormat
 from enginebay.builder.quant.evaluate import Logits, WeightsOf
 from enginebay.builder.quant.formats import QuantizationError
-from enginebay.builder.quant.interpreter import Batch, FloatCaches
+from enginebay.builder.quant.interpreter import BLOCK_SIZE, Batch, FloatCaches
 from enginebay.export.spec import ModelSpec
 from enginebay.plugins import ops
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
-Scales = Mapping[str, Float32]  # by the cache's name, cache.L: CacheFormat.scale_shape
+Constants = Mapping[str, Float32]  # by the cache's name, cache.L: CacheFormat.constant_shape
 
 FLOOR = 1 / 64  # of a head's largest scale: a channel that calibration found silent may yet speak
 _ELEMENTS: dict[str, Any] = {
@@ -43,44 +48,49 @@ class StoredCaches(FloatCaches):
     """Pools of a format, as an engine has them: attention reads what the format makes of keys and values."""
 
     format: CacheFormat
-    scales: Scales
+    constants: Constants
 
-    def pool(self, name: str, shape: tuple[int, ...]) -> tuple[Array, Float32 | None]:
+    def pool(self, name: str, shape: tuple[int, ...]) -> tuple[Array, dict[str, Float32]]:
         blocks, *block = shape
-        element = _ELEMENTS[self.format.dtype]
-        return np.zeros((blocks, *self.format.block_shape(tuple(block))), element), self.scales.get(name)
+        element, name_of = _ELEMENTS[self.format.dtype], self.format.constants
+        pool = np.zeros((blocks, *self.format.block_shape(tuple(block))), element)
+        return pool, {name_of: self.constants[name]} if name_of else {}
 
 
-def find_scales(graph: ir.Graph, batch: Batch, weights: WeightsOf, cache: CacheFormat) -> Scales:
-    """Scales of `cache` for every attention of canonical `graph`, shapes inferred, as `batch` fills it.
+def find_constants(graph: ir.Graph, batch: Batch, weights: WeightsOf, cache: CacheFormat) -> Constants:
+    """Constants of `cache` for every attention of canonical `graph`, shapes inferred, as `batch` fills it.
 
     QuantizationError for a graph that the interpreter cannot run, and naming the layer whose keys or values
     are not finite.
     """
-    filled = _Filled(graph, cache)
+    filled = _Filled(graph, batch, cache)
     Logits(graph, batch, weights, filled)
-    return filled.scales
+    return filled.constants
 
 
-def stored_scales(spec: ModelSpec, cache: CacheFormat) -> Scales:
+def stored_scales(spec: ModelSpec, cache: CacheFormat) -> Constants:
     """The checkpoint's own scales, which are for E4M3, of the layers that have any."""
     if cache.dtype != "float8e4m3fn":
         return {}
     scales = {}
     for each in spec.cache_scales:
         group = spec.cache_groups[spec.group_of(each.layer)]
-        shape = cache.scale_shape(group.block_shape(1))
+        shape = cache.constant_shape(group.block_shape(1))
         parts = [np.broadcast_to(np.asarray(part)[:, None], shape[1:]) for part in (each.keys, each.values)]
         scales[f"cache.{each.layer}"] = np.stack(parts).astype(np.float32)
     return scales
 
 
 class _Filled(FloatCaches):
-    """Chooses a layer's scales as soon as its pool is filled."""
+    """Finds a layer's constants as soon as its pool is filled."""
 
-    def __init__(self, graph: ir.Graph, cache: CacheFormat) -> None:
-        self.scales: dict[str, Float32] = {}
+    def __init__(self, graph: ir.Graph, batch: Batch, cache: CacheFormat) -> None:
+        self.constants: dict[str, Float32] = {}
         self._cache = cache
+        self._tokens = batch.tokens
+        self._weights = np.ones((batch.blocks, BLOCK_SIZE), np.float32)  # of the pool's slots
+        if cache.dtype == "int8":
+            self._weights[batch.first_blocks, 0] = batch.tokens / len(batch.sequences)
         self._nodes = {
             value.name: node
             for node in graph
@@ -93,10 +103,14 @@ class _Filled(FloatCaches):
         largest = _largest(node, pool)
         if not np.isfinite(largest).all():
             raise QuantizationError(f"{node.name}: its keys or values in calibration are not finite")
+        if self._cache.constants == "cache_offsets":
+            total = pool.sum(axis=(0, 2), dtype=np.float64)  # slots without a token hold zeros
+            self.constants[name] = (total / self._tokens).astype(np.float32)
+            return
         heads = largest.max(axis=-1, keepdims=True)
         reach = np.maximum(largest, FLOOR * np.where(heads == 0, 1, heads))
         base = (reach * (self._cache.headroom / self._cache.largest)).astype(np.float32)
-        self.scales[name] = base if self._cache.choices == 1 else _closest(pool, base, self._cache)
+        self.constants[name] = _closest(pool, base, self._weights, self._cache)
 
 
 def _largest(node: ir.Node, pool: Array) -> Float32:
@@ -112,18 +126,20 @@ def _largest(node: ir.Node, pool: Array) -> Float32:
     return largest
 
 
-def _closest(pool: Array, base: Float32, cache: CacheFormat) -> Float32:
-    """Of the scales from `base` [2, Hkv, D] to its double those whose rounding changes the values least.
+def _closest(pool: Array, base: Float32, weights: Float32, cache: CacheFormat) -> Float32:
+    """Of the scales from `base` [2, Hkv, D] on those whose rounding changes the values least.
 
-    A channel whose values lie close together, as those of keys do where RoPE turns slowly, is best put just
-    below a power of two.
+    `weights` [blocks, slots] are the tokens'. A channel whose values lie close together, as those of keys do
+    where RoPE turns slowly, is best put just below a power of two in E4M3.
     """
+    stored = _ELEMENTS[cache.dtype]
     best, least = base, np.full(base.shape, np.inf)
     for choice in range(cache.choices):
-        scales = base * np.float32(2 ** (choice / cache.choices))
+        scales = base * np.float32(2 ** (cache.octaves * choice / cache.choices))
         wide = scales[:, None]
-        changes = (pool / wide).astype(_ELEMENTS[cache.dtype]).astype(np.float32) * wide - pool
-        squares = np.einsum("bksha,bksha->kha", changes, changes)
+        codes = pool / wide if stored != np.int8 else np.rint(pool / wide)
+        changes = codes.astype(stored).astype(np.float32) * wide - pool
+        squares = np.einsum("bksha,bksha,bs->kha", changes, changes, weights, optimize=True)
         best, least = np.where(squares < least, scales, best), np.minimum(squares, least)
     return best.astype(np.float32)
 

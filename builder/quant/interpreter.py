@@ -78,6 +78,11 @@ class Batch:
         }
 
     @property
+    def first_blocks(self) -> NDArray[np.intp]:
+        """Where each sequence begins in the pool."""
+        return np.cumsum([0, *(-(-len(sequence) // BLOCK_SIZE) for sequence in self.sequences[:-1])])
+
+    @property
     def blocks(self) -> int:
         return sum(-(-len(sequence) // BLOCK_SIZE) for sequence in self.sequences)
 
@@ -85,8 +90,8 @@ class Batch:
 class Caches(Protocol):
     """Gives attention the pool that it writes and reads within the step, and sees it afterwards."""
 
-    def pool(self, name: str, shape: tuple[int, ...]) -> tuple[Array, Float32 | None]:
-        """An empty pool for `shape` [blocks, 2, block_size, Hkv, D] of values, and its cache_scales."""
+    def pool(self, name: str, shape: tuple[int, ...]) -> tuple[Array, dict[str, Float32]]:
+        """An empty pool for `shape` [blocks, 2, block_size, Hkv, D] of values, and its constants by input."""
         ...
 
     def written(self, name: str, pool: Array) -> None:
@@ -97,8 +102,8 @@ class Caches(Protocol):
 class FloatCaches:
     """What the canonical graph says: float32."""
 
-    def pool(self, _name: str, shape: tuple[int, ...]) -> tuple[Array, Float32 | None]:
-        return np.zeros(shape, np.float32), None
+    def pool(self, _name: str, shape: tuple[int, ...]) -> tuple[Array, dict[str, Float32]]:
+        return np.zeros(shape, np.float32), {}
 
     def written(self, name: str, pool: Array) -> None:
         pass
@@ -194,13 +199,13 @@ class Interpreter:
         assert cache is not None
         assert cache.name is not None
         width = (attributes["num_kv_heads"], attributes["head_dim"])
-        pool, scales = self._caches.pool(cache.name, (self._batch.blocks, 2, BLOCK_SIZE, *width))
+        pool, constants = self._caches.pool(cache.name, (self._batch.blocks, 2, BLOCK_SIZE, *width))
         inputs: dict[str, Any] = {
             name: self.read(value, values)
             for name, value in zip(names, node.inputs, strict=False)
             if value is not None and value is not cache
-        }
-        attended = self._kernels.run_attention(cache=pool, cache_scales=scales, **inputs, **attributes)
+        } | constants
+        attended = self._kernels.run_attention(cache=pool, **inputs, **attributes)
         self._caches.written(cache.name, pool)
         return attended
 

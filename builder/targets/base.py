@@ -22,11 +22,11 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """block_size: tokens of a block; scales: by the cache's name (cache.L), where the format has any."""
+    """block_size: tokens of a block; constants: by the cache's name (cache.L), where the format has any."""
 
     format: CacheFormat
     block_size: int
-    scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    constants: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class PluginLibrary(PackingLibrary, Protocol):

@@ -69,7 +69,7 @@ class OrtCpu:
             fold_casts(graph),
             fuse_gated_activation(graph),
             fuse_add_rms_norm(graph),
-            set_cache_layout(graph, cache.format, cache.block_size, cache.scales),
+            set_cache_layout(graph, cache.format, cache.block_size, cache.constants),
         ]
         remove_dead(graph)
         # A traced graph computes RoPE, norms and whatever else its model does with standard ops.

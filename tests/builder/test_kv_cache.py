@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from enginebay.builder.exported import read_exported
 from enginebay.builder.lower.cache import set_cache_layout
 from enginebay.builder.manifest import EngineManifest
 from enginebay.builder.quant.cache import CACHES, find_cache
-from enginebay.builder.quant.cache_scales import StoredCaches, find_scales
+from enginebay.builder.quant.cache_scales import StoredCaches, find_constants
 from enginebay.builder.quant.evaluate import Logits, exact_weights
 from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import Batch, FloatCaches
@@ -26,7 +27,8 @@ from enginebay.plugins import ops
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 BLOCK = 4
-ELEMENTS = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+WIDE = replace(MODEL, heads=2, kv_heads=1, head_dim=32)  # int4 takes 32 values at a time
+ELEMENTS = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn, "int4": np.uint8}
 
 
 def batch_of(rng, lengths=(40, 64, 64, 9)):
@@ -66,16 +68,16 @@ class Kept(FloatCaches):
         self.pools[name] = pool.astype(np.float64)
 
 
-@pytest.mark.parametrize("cache", ["int8", "fp8"])
-def test_an_engine_equals_the_decoder_over_the_same_codes(exported, tmp_path, cache):
+@pytest.mark.parametrize(("cache", "size"), [("int8", MODEL), ("fp8", MODEL), ("int4", WIDE)])
+def test_an_engine_equals_the_decoder_over_the_same_codes(exported, tmp_path, cache, size):
     """Float64, the scales of the engine. Where a key lies between two codes float32 may take the other one:
     most logits agree closely, and all within what a step of a code changes."""
-    source = exported(tied=False)
+    source = exported(tied=False, model=size)
     report = built(source, tmp_path / "engine", cache)
     step = ragged_step(np.random.default_rng(7), VOCAB, list(range(15)))
     model = read_exported(source).model
-    set_cache_layout(model.graph, CACHES[cache], BLOCK, report.cache_scales)
-    shape = (8, 2, BLOCK, MODEL.kv_heads, MODEL.head_dim)
+    set_cache_layout(model.graph, CACHES[cache], BLOCK, report.cache_constants)
+    shape = (8, *CACHES[cache].block_shape((2, BLOCK, size.kv_heads, size.head_dim)))
     caches = {f"cache.{n}": np.zeros(shape, ELEMENTS[cache]) for n in range(MODEL.layers)}
     proto = ir.to_proto(ir.external_data.load_to_model(model))
     expected = ReferenceEvaluator(proto, new_ops=[PagedAttention]).run(["logits"], {**step, **caches})[0]
@@ -85,7 +87,7 @@ def test_an_engine_equals_the_decoder_over_the_same_codes(exported, tmp_path, ca
     assert error.max() < 0.02
     built(source, tmp_path / "wide", "fp32")
     exact = OrtEngine(tmp_path / "wide", EngineOptions(threads=2, num_blocks=8)).run(Feeds(step))
-    assert 1e-5 < np.abs(expected - exact).max() < {"int8": 0.1, "fp8": 0.5}[cache]
+    assert 1e-5 < np.abs(expected - exact).max() < {"int8": 0.1, "fp8": 0.5, "int4": 1.0}[cache]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -95,15 +97,48 @@ def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed):
     kept = Kept()
     Logits(graph, batch, exact_weights, kept)
     cache = CACHES["int8"]
-    scales = find_scales(graph, batch, exact_weights, cache)
+    scales = find_constants(graph, batch, exact_weights, cache)
     assert scales.keys() == kept.pools.keys() == {f"cache.{n}" for n in range(MODEL.layers)}
     half = MODEL.head_dim // 2
     for name, pool in kept.pools.items():
-        keys, values = scales[name].astype(np.float64) * cache.largest / cache.headroom
-        assert scales[name].shape == cache.scale_shape(pool.shape[1:])
+        reach = scales[name].astype(np.float64) * cache.largest / cache.headroom
+        assert scales[name].shape == cache.constant_shape(pool.shape[1:])
         lengths = np.hypot(pool[:, 0, ..., :half], pool[:, 0, ..., half:]).max(axis=(0, 1))
-        np.testing.assert_allclose(keys, np.tile(lengths, 2), rtol=1e-5)
-        np.testing.assert_allclose(values, np.abs(pool[:, 1]).max(axis=(0, 1)), rtol=1e-5)
+        for got, held in zip(reach, (np.tile(lengths, 2), np.abs(pool[:, 1]).max(axis=(0, 1))), strict=True):
+            assert (got >= held * (1 - 1e-5)).all()
+            assert (got <= held * 2**cache.octaves * (1 + 1e-5)).all()
+
+
+def test_int8_scales_spare_the_first_token(exported):
+    """Sequences that all begin alike, 16 times as many others: what it becomes counts as much as theirs."""
+    rng = np.random.default_rng(0)
+    batch = Batch(tuple((7, *rng.integers(0, VOCAB, 15).tolist()) for _ in range(16)))
+    graph = canonical(exported()).graph
+    kept = Kept()
+    Logits(graph, batch, exact_weights, kept)
+    cache = CACHES["int8"]
+    plain = replace(cache, choices=1)
+    chosen, first = (find_constants(graph, batch, exact_weights, each) for each in (cache, plain))
+
+    def change(pool, scales):
+        row = pool[0, :, 0]
+        return ((np.clip(np.rint(row / scales), -127, 127) * scales - row) ** 2).sum()
+
+    errors = [sum(change(kept.pools[name], c[name]) for name in kept.pools) for c in (chosen, first)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_offsets_of_int4_are_means(exported):
+    graph = canonical(exported(model=WIDE)).graph
+    batch = batch_of(np.random.default_rng(4))
+    kept = Kept()
+    Logits(graph, batch, exact_weights, kept)
+    for name, offsets in find_constants(graph, batch, exact_weights, CACHES["int4"]).items():
+        pool = kept.pools[name]
+        tokens = np.abs(pool).sum(axis=(1, 3, 4)) > 0
+        assert tokens.sum() == batch.tokens
+        for part in range(2):
+            np.testing.assert_allclose(offsets[part], pool[:, part][tokens].mean(axis=0), atol=1e-5)
 
 
 def test_fp8_scales_round_less_than_others_of_their_octave(exported):
@@ -111,7 +146,7 @@ def test_fp8_scales_round_less_than_others_of_their_octave(exported):
     batch = batch_of(np.random.default_rng(2))
     kept = Kept()
     Logits(graph, batch, exact_weights, kept)
-    scales = find_scales(graph, batch, exact_weights, CACHES["fp8"])
+    scales = find_constants(graph, batch, exact_weights, CACHES["fp8"])
     for name, pool in kept.pools.items():
         wide = scales[name].astype(np.float64)[:, None]
 
@@ -132,7 +167,7 @@ def test_a_head_that_is_always_zero_has_a_scale(exported):
 
     graph = canonical(exported(edit=silence)).graph
     for name in ("int8", "fp8"):
-        scales = find_scales(graph, batch_of(np.random.default_rng(0)), exact_weights, CACHES[name])
+        scales = find_constants(graph, batch_of(np.random.default_rng(0)), exact_weights, CACHES[name])
         for each in scales.values():
             assert np.isfinite(each).all()
             assert (each > 0).all()
@@ -140,35 +175,35 @@ def test_a_head_that_is_always_zero_has_a_scale(exported):
 
 def test_evaluation_reads_what_the_cache_holds(exported):
     """The interpreter over a pool of the format: as far from float32 as the codes are coarse."""
-    graph = canonical(exported()).graph
+    graph = canonical(exported(model=WIDE)).graph
     batch = batch_of(np.random.default_rng(1))
     exact = Logits(graph, batch, exact_weights).rows(0, batch.tokens)
     errors = []
-    for name in ("fp16", "int8", "fp8"):
+    for name in ("fp16", "int8", "fp8", "int4"):
         cache = CACHES[name]
-        scales = find_scales(graph, batch, exact_weights, cache) if cache.scaled else {}
+        scales = find_constants(graph, batch, exact_weights, cache) if cache.constants else {}
         stored = Logits(graph, batch, exact_weights, StoredCaches(cache, scales))
         errors.append(np.sqrt(np.mean((stored.rows(0, batch.tokens) - exact) ** 2)))
-    assert 0 < errors[0] < errors[1] / 4 < errors[2] / 8
+    assert 0 < errors[0] < errors[1] / 4 < errors[2] / 8 < errors[3] / 12
 
 
 def test_the_manifest_and_the_report_say_what_the_cache_holds(exported, tmp_path):
     source = exported()
-    for name, dtype, scale_shape in (
+    for name, dtype, shape in (
         ("fp16", "float16", ()),
         ("int8", "int8", (2, MODEL.kv_heads, MODEL.head_dim)),
         ("fp8", "float8e4m3fn", (2, MODEL.kv_heads, MODEL.head_dim)),
     ):
         report = built(source, tmp_path / name, name)
         (group,) = EngineManifest.load(tmp_path / name).cache_groups
-        assert (group.dtype, group.scale_shape) == (dtype, scale_shape)
+        assert (group.dtype, group.constant_shape) == (dtype, shape)
         values = 2 * BLOCK * MODEL.kv_heads * MODEL.head_dim * MODEL.layers
         assert group.block_bytes == values * (2 if name == "fp16" else 1)
         document = json.loads((tmp_path / name / "report.json").read_text())["cache"]
         assert document["groups"][0]["bytes_per_token"] == group.block_bytes / BLOCK
-        assert len(document["scales"]) == (0 if name == "fp16" else MODEL.layers)
-        for key, scales in document["scales"].items():
-            heads = report.cache_scales[key].reshape(2, MODEL.kv_heads, -1).max(axis=-1)
+        assert len(document["constants"]) == (0 if name == "fp16" else MODEL.layers)
+        for key, scales in document["constants"].items():
+            heads = report.cache_constants[key].reshape(2, MODEL.kv_heads, -1).max(axis=-1)
             np.testing.assert_allclose(scales, heads)
 
 
@@ -222,11 +257,11 @@ def test_an_fp8_cache_takes_the_checkpoints_scales(exported, tmp_path):
     ones = np.ones((MODEL.kv_heads, MODEL.head_dim), np.float32)
     expected = np.stack([ones * np.array([[0.25], [0.5]], np.float32), ones * 0.125])
     report = built(source, tmp_path / "fp8", "fp8")
-    np.testing.assert_array_equal(report.cache_scales["cache.1"], expected)
+    np.testing.assert_array_equal(report.cache_constants["cache.1"], expected)
     plain = built(exported(seed=0, bias=False, dtype=np.float32), tmp_path / "plain", "fp8")
-    assert (report.cache_scales["cache.0"] > 0).all()
-    assert (plain.cache_scales["cache.1"] != expected).any()
-    assert (built(source, tmp_path / "int8", "int8").cache_scales["cache.1"] != expected).any()
+    assert (report.cache_constants["cache.0"] > 0).all()
+    assert (plain.cache_constants["cache.1"] != expected).any()
+    assert (built(source, tmp_path / "int8", "int8").cache_constants["cache.1"] != expected).any()
 
 
 def test_keys_that_are_not_finite_name_the_layer(exported):
@@ -236,7 +271,7 @@ def test_keys_that_are_not_finite_name_the_layer(exported):
     graph = canonical(exported(edit=blow_up, dtype=np.float32)).graph
     batch = batch_of(np.random.default_rng(0))
     with np.errstate(all="ignore"), pytest.raises(QuantizationError, match=r"layers\.1\.attention: its keys"):
-        find_scales(graph, batch, exact_weights, CACHES["int8"])
+        find_constants(graph, batch, exact_weights, CACHES["int8"])
 
 
 def test_scales_need_text_or_tokens(exported, tmp_path):
