@@ -15,26 +15,26 @@ VOCAB = 160
 MODEL = TinyLlama(hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=VOCAB)
 
 
-def export_tiny(folder: Path, seed: int = 0) -> Path:
+def export_tiny(folder: Path, seed: int = 0, model: TinyLlama = MODEL) -> Path:
     """The exported folder of a model whose logits are well apart; tokens.npy beside it to calibrate on."""
     rng = np.random.default_rng(seed)
 
     def norm() -> np.ndarray:
-        return 1 + 0.1 * rng.standard_normal(MODEL.hidden).astype(np.float32)
+        return 1 + 0.1 * rng.standard_normal(model.hidden).astype(np.float32)
 
     tensors = {
-        "model.embed_tokens.weight": rng.standard_normal((VOCAB, MODEL.hidden)).astype(np.float32),
-        "lm_head.weight": 4 * random_weight(rng, VOCAB, MODEL.hidden),
+        "model.embed_tokens.weight": rng.standard_normal((model.vocab, model.hidden)).astype(np.float32),
+        "lm_head.weight": 4 * random_weight(rng, model.vocab, model.hidden),
         "model.norm.weight": norm(),
     }
-    for layer in range(MODEL.layers):
+    for layer in range(model.layers):
         at = f"model.layers.{layer}"
-        for name, rows, columns in MODEL.projections():
+        for name, rows, columns in model.projections():
             tensors[f"{at}.{name}.weight"] = random_weight(rng, rows, columns)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}.{name}.weight"] = norm()
-    export_model(MODEL.save(folder / "hf", tensors, eos=[2, 11]), folder / "exported")
-    np.save(folder / "tokens.npy", rng.integers(0, VOCAB, (4, 128)))
+    export_model(model.save(folder / "hf", tensors, eos=[2, 11]), folder / "exported")
+    np.save(folder / "tokens.npy", rng.integers(0, model.vocab, (4, 128)))
     return folder / "exported"
 
 
