@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,6 +129,24 @@ def test_a_decoder_layer(generator: torch.Generator, kind: str) -> None:
     bound = Bound(layer.graph.cuda(inputs, layer.names), inputs, outputs)
     for lengths in (*MIXED, *DECODE):
         layer.check(bound, lengths, generator, None, LAYER_LIMIT[kind])
+
+
+def test_runs_of_one_session_on_several_threads(generator: torch.Generator) -> None:
+    """Runs at once have streams of their own, and none works in memory that another still uses."""
+    layer = Layer("half", generator)
+    tensors = [layer.tensors(64, 4) for _ in MIXED]
+    session = layer.graph.cuda(tensors[0][0], layer.names)
+    runs = [Bound(session, *pair) for pair in tensors]
+    wanted = []
+    for bound, lengths in zip(runs, MIXED, strict=True):
+        layer.fill(bound.inputs, lengths, generator)
+        wanted.append(bound.run()["y"].clone())
+
+    def repeat(index: int) -> bool:
+        return all(torch.equal(runs[index].run()["y"], wanted[index]) for _ in range(30))
+
+    with ThreadPoolExecutor(len(runs)) as executor:
+        assert all(executor.map(repeat, range(len(runs))))
 
 
 @pytest.mark.parametrize("kind", ["half", "i4"])
