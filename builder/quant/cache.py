@@ -93,7 +93,8 @@ CACHES: dict[str, CacheFormat] = {
 
 # Part of the plan, not of this version: the reason is what a user is told.
 PLANNED: dict[str, str] = {
-    "tiers": "moving blocks from 16 bits to int8 and int4 as they age waits for its kernels",
+    "tiers": "the kernels read and convert blocks of 16 bits, int8 and int4, but the runtime does not yet "
+    "move them as they age",
 }
 
 

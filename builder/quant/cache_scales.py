@@ -5,8 +5,8 @@ int4.
 then span less. The values are keys and values as a cache holds them: after norms and RoPE.
 
 The first token of a sequence is often one that most attention goes to, with keys and values far smaller than
-others' (Xiao et al., 2023). The even steps of int8 are coarse there, so what they do to first tokens counts as
-much as what they do to all others together; E4M3 and int4 are finer where values are smaller.
+others' (Xiao et al., 2023). The even steps of int8 are coarse there, so what they do to first tokens counts
+as much as what they do to all others together; E4M3 and int4 are finer where values are smaller.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_engine import build_tiny, export_tiny
+from tiny_engine import WIDE, build_tiny, export_tiny
 
 EngineFolder = Callable[..., Path]
 
@@ -15,13 +15,16 @@ EngineFolder = Callable[..., Path]
 def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
     """engine_folder("int4") or engine_folder("fp32", "bf16"): an engine of the tiny model."""
     root = tmp_path_factory.mktemp("tiny")
-    exported = export_tiny(root)
+    exported = export_tiny(root / "plain")
+    wide = export_tiny(root / "wide", model=WIDE)
     built: dict[tuple[str, str], Path] = {}
 
     def folder(quant: str, cache: str = "auto") -> Path:
         key = (quant, cache)
         if key not in built:
-            built[key] = build_tiny(exported, root / f"{quant}-{cache}", quant, cache)
+            built[key] = build_tiny(
+                wide if cache == "int4" else exported, root / f"{quant}-{cache}", quant, cache
+            )
         return built[key]
 
     return folder

@@ -36,8 +36,9 @@ FORMATS = [
     ("int4", "fp16"),
     ("int4", "int8"),
     ("fp16", "fp8"),
+    ("int4", "int4"),
 ]
-SERVED = [("fp32", "auto"), ("int4", "auto"), ("int4", "int8"), ("int4", "fp8")]
+SERVED = [("fp32", "auto"), ("int4", "auto"), ("int4", "int8"), ("int4", "fp8"), ("int4", "int4")]
 
 
 @cache

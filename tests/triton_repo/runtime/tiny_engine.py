@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from enginebay.export.exporter import export_model
 
 VOCAB = 160
 MODEL = TinyLlama(hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=VOCAB)
+WIDE = replace(MODEL, heads=2, kv_heads=1, head_dim=32)  # INT4 caches take 32 values at a time
 
 
 def export_tiny(folder: Path, seed: int = 0, model: TinyLlama = MODEL) -> Path:
