@@ -2,7 +2,7 @@
 rounded again.
 
 Integer weights go into the sidecar as UINT4 or INT8 with a scale and a zero for each group, behind a
-DequantizeLinear in the graph, and so do FP8 weights as E4M3. Those of experts become bfloat16 numbers.
+DequantizeLinear in the graph, and so do FP8 weights as E4M3.
 """
 
 from __future__ import annotations
@@ -107,20 +107,18 @@ class Scheme:
         self,
         parts: Sequence[dict[str, TensorInfo]],
         shapes: Sequence[tuple[int, ...]],
-        *,
-        numbers: bool = False,
     ) -> dict[str, Stored]:
         """What the sidecar holds of layers concatenated along their rows, `shapes` [N, K] each: by role
         suffix, "" for the values, ".scale", ".zero" where not symmetric, ".minimum" [N, groups, 1] in its
         place where it is a float, ".order" with an activation order.
-        With `numbers`, and where FP8 blocks do not divide K or are not multiples of FP8_GROUP, FP8 becomes
-        bfloat16 and needs no scale.
+        Where FP8 blocks do not divide K or are not multiples of FP8_GROUP, FP8 becomes bfloat16 and needs no
+        scale.
 
         Raises CheckpointError for shapes that do not fit, bad scales, and layers whose orders differ.
         """
         if self.method == "fp8":
             group = shapes[0][1] if self.block is None else self.block[1]
-            if numbers or shapes[0][1] % group or group % FP8_GROUP:
+            if shapes[0][1] % group or group % FP8_GROUP:
                 expand = [partial(expand_fp8, p, s, self.block) for p, s in zip(parts, shapes, strict=True)]
                 return {"": Stored("BF16", _joined(shapes), tuple(Computed(chunks) for chunks in expand))}
             return self._lay_fp8(parts, shapes)

@@ -221,7 +221,6 @@ def _quantised(
 
     CheckpointError where only some of the role's tensors are.
     """
-    # FP8 experts become numbers; integers stay.
     shapes = list(role.parts) * (role.experts or 1)
     if len(shapes[0]) != 2 or (role.experts and len(names) != len(shapes)):
         return None
@@ -235,7 +234,7 @@ def _quantised(
             f"{_some(plain)} are not quantised, but what shares their input is: they become one weight"
         )
     consumed.update(tensor.name for part in whole_parts for tensor in part.values())
-    stored = scheme.lay(whole_parts, shapes, numbers=bool(role.experts))
+    stored = scheme.lay(whole_parts, shapes)
     if role.experts and ".order" in stored:
         raise CheckpointError(
             f"'{names[0]}': experts with an activation order (g_idx) are not read; export the checkpoint "

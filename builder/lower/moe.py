@@ -26,6 +26,9 @@ def lower_moe(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
         if all(stored.values()):
             held = {name: matrices for name, matrices in stored.items() if matrices is not None}
             fmt = common_format([matrix for matrices in held.values() for matrix in matrices])
+            if fmt is None:
+                report.miss(node, "its experts came quantised in formats that differ")
+                continue
             packed = {
                 name: packer.place_stored_experts(graph, f"{node.name}.{name}", matrices, fmt)
                 for name, matrices in held.items()

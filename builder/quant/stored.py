@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,11 +37,16 @@ class StoredWeights:
         return rows, columns
 
     @property
+    def group(self) -> int:
+        """Values along K that share a scale."""
+        return int(self.values.shape.numpy()[-1]) // int(self.scales.shape.numpy()[-1])
+
+    @property
     def format(self) -> WeightFormat:
         """The format that holds these values; symmetric int4 where every zero is the middle."""
         columns, groups = self.shape[1], int(self.scales.shape.numpy()[1])
         if self.values.dtype == ir.DataType.FLOAT8E4M3FN:
-            return WeightFormat("f8", columns // groups)
+            return WeightFormat("f8", 0 if groups == 1 else columns // groups)
         if self.values.dtype == ir.DataType.INT8:
             return WeightFormat("i8", 0 if groups == 1 else columns // groups)
         symmetric = self.minimums is None and bool((self._zeros() == I4_CENTRE).all())
@@ -50,17 +56,20 @@ class StoredWeights:
         return "as stored"
 
     def rows(self, plan: LayerPlan) -> Iterator[QuantizedChunk]:
-        fmt, mine = plan.format, self.format
-        # Beside experts with a minimum, symmetric ones have theirs at -8 steps.
-        assert fmt in (mine, replace(mine, symmetric=mine.symmetric and fmt.symmetric))
-        rows, columns = self.shape
+        fmt, mine, (rows, columns) = plan.format, self.format, self.shape
+        # Beside other experts, blocks may be finer, and symmetric ones have their minimum at -8 steps.
+        assert fmt.kind == mine.kind
+        assert mine.symmetric or not fmt.symmetric
+        finer, rest = divmod(self.group, fmt.scale_block(columns))
+        assert finer
+        assert not rest
         scales, lows = self.scales.numpy().astype(np.float32), None if fmt.symmetric else self._lows()
         step = max(1, CHUNK_BYTES // (4 * columns * ROW_GROUP)) * ROW_GROUP
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             values = read_values(self.values, start, stop)
-            scale = np.ascontiguousarray(scales[start:stop])
-            minimums = None if lows is None else np.ascontiguousarray(lows[start:stop])
+            scale = np.repeat(scales[start:stop], finer, axis=1)
+            minimums = None if lows is None else np.repeat(lows[start:stop], finer, axis=1)
             chunk = QuantizedRows(fmt, values, scale, minimums)
             yield QuantizedChunk(chunk, dequantize_rows(chunk))
 
@@ -124,10 +133,15 @@ def stored_experts(value: ir.Value) -> list[StoredMatrix] | None:
     ]
 
 
-def common_format(matrices: Sequence[StoredMatrix]) -> WeightFormat:
-    """The format that holds them all: with minimums where one has zeros away from the middle."""
+def common_format(matrices: Sequence[StoredMatrix]) -> WeightFormat | None:
+    """The format that holds them all, with minimums where one has zeros away from the middle, in the largest
+    blocks that divide those of each; None where their kinds differ."""
     formats = [matrix.weights.format for matrix in matrices]
-    return next((fmt for fmt in formats if not fmt.symmetric), formats[0])
+    if len({fmt.kind for fmt in formats}) > 1:
+        return None
+    by_row = not any(fmt.block for fmt in formats)
+    block = 0 if by_row else math.gcd(*(matrix.weights.group for matrix in matrices))
+    return replace(formats[0], block=block, symmetric=all(fmt.symmetric for fmt in formats))
 
 
 def stored_weights(value: ir.Value) -> StoredWeights | None:

@@ -45,7 +45,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "config_groups": {"a": {"weights": {"type": "int", "num_bits": 8, "symmetric": True}}},
     },
 }
-FORMATS = {"gptq-sym": "i4.b32.sym", "gptq-asym": "i4.b32.asym", "int8": "i8"}
+CONFIGS["gptq-rows"] = CONFIGS["gptq-sym"]
+CONFIGS["fp8-rows"] = {"quant_method": "fp8"}
+CONFIGS["fp8-blocks"] = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+FORMATS = {
+    "gptq-sym": "i4.b32.sym",
+    "gptq-rows": "i4.b32.sym",  # of 64 and of 32 inputs
+    "gptq-asym": "i4.b32.asym",
+    "int8": "i8",
+    "fp8-rows": "f8",
+    "fp8-blocks": "f8.b32",
+}
 
 
 def words(values: NDArray[np.uint8], axis: int) -> torch.Tensor:
@@ -72,14 +82,24 @@ def checkpoint(tmp_path: Path, kind: str, *, order: bool = False) -> tuple[Path,
             stored[f"{base}weight_scale"] = torch.from_numpy(scales)
             tensors[name] = torch.from_numpy(codes.astype(np.float32) * scales)
             continue
-        groups = columns // GROUP
+        if kind.startswith("fp8"):
+            block = (1, columns) if kind == "fp8-rows" else (16, 32)
+            codes8 = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+            tile = torch.rand(rows // block[0], columns // block[1]) / columns**0.5 + 0.01
+            stored[name] = codes8
+            stored[f"{name}_scale" if kind == "fp8-rows" else f"{name}_scale_inv"] = tile
+            spread = tile.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            tensors[name] = codes8.float() * spread
+            continue
+        group = columns if kind == "gptq-rows" else GROUP
+        groups = columns // group
         codes4 = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
         zeros = np.full((rows, groups), 8, np.uint8)
         if kind == "gptq-asym" and "down" in name:
             zeros = rng.integers(6, 10, (rows, groups)).astype(np.uint8)
         scales = (rng.uniform(0.5, 1.5, (rows, groups)) / (4.6 * columns**0.5)).astype(np.float16)
-        wide = np.repeat(scales.astype(np.float32), GROUP, 1)
-        values = wide * (codes4.astype(np.float32) - np.repeat(zeros, GROUP, 1).astype(np.float32))
+        wide = np.repeat(scales.astype(np.float32), group, 1)
+        values = wide * (codes4.astype(np.float32) - np.repeat(zeros, group, 1).astype(np.float32))
         stored[f"{base}qweight"], stored[f"{base}qzeros"] = words(codes4.T, 0), words(zeros.T, 1)
         stored[f"{base}scales"] = torch.from_numpy(np.ascontiguousarray(scales.T))
         if order:

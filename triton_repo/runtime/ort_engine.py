@@ -170,14 +170,15 @@ def machine_facts(manifest: EngineManifest, library: KernelLibrary) -> RuntimeFa
         rows, columns = record.shape
         kind, block, symmetric = _parse_format(record.format)
         # As WeightFormat.layout_key names them: a scale for each row depends on the row's length.
-        key = f"{record.format}.k{columns}" if kind == "i8" and block == 0 else record.format
+        by_row = kind in ("i8", "f8") and block == 0
+        key = f"{record.format}.k{columns}" if by_row else record.format
         if key in layouts:
             continue
         layouts[key] = library.linear_layout(
             rows=rows,
             columns=columns,
             format=kind,
-            block_size=columns if kind == "i8" and block == 0 else block,
+            block_size=columns if by_row else block,
             symmetric=symmetric,
         )
     return RuntimeFacts(

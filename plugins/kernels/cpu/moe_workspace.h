@@ -11,7 +11,8 @@ constexpr int64_t kUnitRows = 64;     // of one expert, multiplied at a time
 constexpr int64_t kMostSlots = 8192;  // (token, expert) pairs of a run
 
 inline eb_quant_linear_desc linear_desc(const eb_moe_desc& desc, int32_t in, int32_t out) {
-  const bool by_row = desc.block_size == 0 && (desc.format == EB_I8 || desc.format == EB_I4);
+  const bool scaled = desc.format == EB_I8 || desc.format == EB_I4 || desc.format == EB_F8E4M3;
+  const bool by_row = desc.block_size == 0 && scaled;
   return {in, out, desc.format, by_row ? in : desc.block_size, desc.symmetric, desc.io_dtype};
 }
 
