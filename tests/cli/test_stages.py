@@ -29,6 +29,19 @@ def test_export_build_inspect_in_order(
         assert kind in capsys.readouterr().out
 
 
+def test_inspect_says_what_the_cache_holds(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported, engine = tmp_path / "exported", tmp_path / "engine"
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps([list(range(40))]))
+    build = ["build", str(exported), str(engine), "--kv-cache", "int8", "--calibrate", str(tokens)]
+    assert main(["export", str(model), str(exported)]) == main(build) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(engine)]) == 0
+    assert re.search(r"cache +paged int8, \d+ bytes a token", capsys.readouterr().out)
+
+
 def test_a_dry_run_writes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +108,8 @@ def test_options_are_checked_before_there_is_anything_to_build(
         (["--quant", "int3"], "'int3' is unknown"),
         (["--quant", "int8", "--block", "64"], "recipe int8 has no int4 or fp8 layers"),
         (["--target", "abacus"], "target 'abacus' is unknown"),
+        (["--kv-cache", "int3"], "kv cache 'int3' is unknown; there are auto, fp32"),
+        (["--kv-cache", "tiers"], "kv cache tiers is not available yet"),
         (["--max-batch", "0"], "max_batch is 0"),
     ):
         assert main([*check, *options]) == 1
