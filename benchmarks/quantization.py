@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.manifest import EngineManifest
@@ -42,6 +43,7 @@ class Row:
     cache_bytes: float  # of a token
     perplexity: float
     ratio: float
+    ratio_error: float  # standard error over the windows
     decode_1: float
     decode_16: float
 
@@ -60,16 +62,16 @@ def config_of(text: str) -> BuildConfig:
     )
 
 
-def perplexity(engine: OrtEngine, windows: tuple[tuple[int, ...], ...]) -> float:
-    total, count = 0.0, 0
+def losses(engine: OrtEngine, windows: tuple[tuple[int, ...], ...]) -> NDArray[np.float64]:
+    """The mean loss of each window's next tokens."""
+    result = []
     for window in windows:
         logits = Stepper(engine).step([(Stream(list(window)), len(window))])[0].astype(np.float64)
         top = logits.max(axis=1)
         log_sum = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top
         following = np.asarray(window[1:])
-        total += float((log_sum[:-1] - logits[np.arange(len(following)), following]).sum())
-        count += len(following)
-    return float(np.exp(total / count))
+        result.append((log_sum[:-1] - logits[np.arange(len(following)), following]).mean())
+    return np.array(result)
 
 
 def decode_speed(engine: OrtEngine, batch: int) -> float:
@@ -103,6 +105,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
+    first: NDArray[np.float64] | None = None
     for text in options.recipes.split(","):
         config, folder = config_of(text), options.engines / re.sub("[:@+]", "-", text)
         if not (folder / "manifest.json").exists():
@@ -113,14 +116,18 @@ def main() -> int:
         batch = text_batch(
             options.exported, engine.limits.vocab_size, default_text(1), shape, "held-out text"
         )
-        value = perplexity(engine, batch.sequences)
+        loss = losses(engine, batch.sequences)
+        first = loss if first is None else first
+        more = loss - first
+        ratio = float(np.exp(more.mean()))
         rows.append(
             Row(
                 text,
                 manifest.weight_bytes / 1e6,
                 sum(group.block_bytes / group.block_size for group in manifest.cache_groups),
-                value,
-                value / (rows[0].perplexity if rows else value),
+                float(np.exp(loss.mean())),
+                ratio,
+                ratio * float(more.std()) / len(more) ** 0.5,
                 decode_speed(engine, 1),
                 decode_speed(engine, 16),
             )
@@ -129,7 +136,7 @@ def main() -> int:
             row = rows[-1]
             print(
                 f"{row.recipe:24} {row.megabytes:7.1f} MB, {row.cache_bytes:.0f} bytes a token, "
-                f"perplexity {row.perplexity:.4f}, {row.ratio:.4f}, "
+                f"perplexity {row.perplexity:.4f}, {row.ratio:.4f} ± {row.ratio_error:.4f}, "
                 f"decode {row.decode_1:.1f} and {row.decode_16:.1f} tok/s",
                 flush=True,
             )
