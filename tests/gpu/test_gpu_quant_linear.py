@@ -26,7 +26,11 @@ def _check(
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(
-    ("n", "k"), [(16, 128), (40, 256), (1000, 640), (4096, 4096), (576, 1536), (6144, 4096), (320, 14336)]
+    ("n", "k"),
+    [
+        *((16, 128), (40, 256), (1000, 640), (4096, 4096), (576, 1536), (6144, 4096), (320, 14336)),
+        (17001, 640),
+    ],
 )
 def test_int4_matches_float64_at_every_kind_of_row_count(
     library: CudaLibrary,
@@ -49,8 +53,9 @@ def test_int4_matches_float64_at_every_kind_of_row_count(
             _check(library.linear(desc, x, packed, b), x, w, b, extra=3 if rows > 16 else 1.5)
 
 
-def test_rows_do_not_touch_each_other(library: CudaLibrary, generator: torch.Generator) -> None:
-    n, k = 512, 1024
+@pytest.mark.parametrize("n", [512, 6144])
+def test_rows_do_not_touch_each_other(library: CudaLibrary, generator: torch.Generator, n: int) -> None:
+    k = 1024
     desc = library.linear_desc(k, n, "i4", torch.float16, 128)
     packed = library.pack(desc, *int4_weights(n, k, 128, True, generator)).cuda()
     for rows in (2, 7, 16, 31, 64, 200):
@@ -132,11 +137,11 @@ def test_embedding_is_a_row_and_unknown_ids_are_nan(
     assert y[6:].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1024), (16, 1024), (16, 8192), (64, 1024), (256, 1024)])
 def test_a_captured_graph_replays_on_new_data(
-    library: CudaLibrary, generator: torch.Generator, rows: int
+    library: CudaLibrary, generator: torch.Generator, rows: int, n: int
 ) -> None:
-    n, k = 1024, 2048
+    k = 2048
     desc = library.linear_desc(k, n, "i4", torch.bfloat16, 128, False)
     host = library.pack(desc, *int4_weights(n, k, 128, False, generator))
     packed, w = host.cuda(), library.unpack(desc, host).cuda()
