@@ -97,7 +97,7 @@ PAGED_ATTENTION = Op(
         Param("q_norm", ("float32",), ("D",), optional=True),
         Param("k_norm", ("float32",), ("D",), optional=True),
         Param("sinks", ("float32",), ("Hq",), optional=True),
-        # Of 8-bit caches, which need it: keys' then values', a scale a head ([2, Hkv]) or a channel.
+        # Of 8-bit caches: keys' then values', a scale a head ([2, Hkv]) or a channel; absent: 1.
         Param("cache_scales", ("float32",), ("2", "Hkv", "D"), optional=True),
         # Colder tiers, read only. Block ids count on through cache, then cache_int8, then cache_int4;
         # slots lie in cache, which is then float; cache_scales are cache_int8's.
@@ -139,7 +139,7 @@ LATENT_SHAPES = {
 CACHE_CONVERT = Op(
     name="CacheConvert",
     version=1,
-    doc="Copies blocks into a pool of narrower elements (include/enginebay/cache_convert.h).",
+    doc="Copies blocks into a narrower pool, between steps (plugins/load_cache.py); no node of a graph.",
     inputs=(
         Param(
             "source", ("float32", "float16", "bfloat16", "int8"), ("blocks", "2", "block_size", "Hkv", "D")
@@ -228,6 +228,41 @@ GATED_ACTIVATION = Op(
     inputs=(Param("gate_up", FLOATS, ("T", "2*I")),),
     outputs=(Param("y", FLOATS, ("T", "I")),),
     attributes=(Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),),
+)
+
+# The products of LayerTail, in the order of its weights.
+TAIL_PRODUCTS = ("out", "gate_up", "down", "next")
+
+LAYER_TAIL = Op(
+    name="LayerTail",
+    version=1,
+    doc="A layer after attention and the next layer's first product (include/enginebay/layer_tail.h).",
+    inputs=(
+        Param("x", FLOATS, ("T", "A")),
+        Param("residual", FLOATS, ("T", "H")),
+        Param("mlp_norm", ("float32",), ("H",)),
+        Param("next_norm", ("float32",), ("H",)),
+        *(Param(f"{name}_weight", ("uint8",), ("bytes",)) for name in TAIL_PRODUCTS),
+        *(
+            Param(f"{name}_bias", ("float32",), (width,), optional=True)
+            for name, width in zip(TAIL_PRODUCTS, ("H", "2*I", "H", "N"), strict=True)
+        ),
+    ),
+    outputs=(Param("y", FLOATS, ("T", "N")), Param("sum", FLOATS, ("T", "H"))),
+    attributes=(
+        Attribute("attended", None, "A"),
+        Attribute("hidden", None, "H"),
+        Attribute("intermediate", None, "I"),
+        Attribute("next_features", None, "N"),
+        *(
+            Attribute(f"{name}_{attribute.name}", attribute.default, attribute.doc)
+            for name in TAIL_PRODUCTS
+            for attribute in _PACKED[2:]
+        ),
+        Attribute("activation", None, f"one of {', '.join(ACTIVATIONS)}"),
+        Attribute("mlp_epsilon", 1e-6, "of the norm before the MLP"),
+        Attribute("next_epsilon", 1e-6, "of the norm before the next product"),
+    ),
 )
 
 MOE_SCORINGS = ("softmax", "sigmoid", "softmax_topk")
@@ -344,6 +379,7 @@ OPS: tuple[Op, ...] = (
     EMBEDDING,
     ADD_RMS_NORM,
     GATED_ACTIVATION,
+    LAYER_TAIL,
     QUANT_MOE,
     SPEC_VERIFY,
     SAMPLE,

@@ -7,6 +7,7 @@ experts with `route`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,24 @@ def quant_linear(x: Array, weights: Array, bias: Array | None = None) -> Array:
     """QuantLinear over dequantised weights: x [T, K], weights [N, K] to [T, N]."""
     y = x @ weights.T
     return y if bias is None else y + bias
+
+
+def layer_tail(
+    x: Array,
+    residual: Array,
+    norms: tuple[Array, Array],
+    weights: Sequence[Array],
+    biases: Sequence[Array | None],
+    *,
+    name: str,
+    epsilons: tuple[float, float],
+) -> tuple[Array, Array]:
+    """LayerTail: (y, sum). `weights` [N, K] and `biases` in the order of ops.TAIL_PRODUCTS."""
+    out, gate_up, down, following = zip(weights, biases, strict=True)
+    normed, total = add_rms_norm(quant_linear(x, *out), residual, norms[0], epsilons[0])
+    gated = gated_activation(quant_linear(normed, *gate_up), name)
+    normed, total = add_rms_norm(quant_linear(gated, *down), total, norms[1], epsilons[1])
+    return quant_linear(normed, *following), total
 
 
 F8_MAX = 448.0  # of E4M3; beyond it a cast gives NaN

@@ -15,6 +15,7 @@ from enginebay.builder.lower.fold_casts import fold_casts
 from enginebay.builder.lower.gated_activation import fuse_gated_activation
 from enginebay.builder.lower.graph import RewriteReport, remove_dead, through_cast
 from enginebay.builder.lower.head_products import pad_head_products
+from enginebay.builder.lower.layer_tail import fuse_layer_tails
 from enginebay.builder.lower.moe import lower_moe
 from enginebay.builder.lower.quant_linear import lower_linears
 from enginebay.builder.lower.select_rows import select_rows_early
@@ -72,6 +73,7 @@ class OrtCpu:
             set_cache_layout(graph, cache.format, cache.block_size, cache.constants),
         ]
         remove_dead(graph)
+        reports.append(fuse_layer_tails(graph))  # what is dead must not seem to be read
         # A traced graph computes RoPE, norms and whatever else its model does with standard ops.
         traced = model.metadata_props.get("enginebay.exporter") == "traced"
         _check_runnable(graph, reports, any_standard=traced)

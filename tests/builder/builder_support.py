@@ -101,6 +101,29 @@ class GatedActivation(OpRun):
         return (reference.gated_activation(gate_up.astype(float), activation).astype(np.float32),)
 
 
+class LayerTail(OpRun):
+    op_domain = "enginebay"
+
+    def _run(self, x: Any, residual: Any, *constants: Any, **attributes: Any) -> tuple[Any, Any]:
+        mlp_norm, next_norm, *packed = constants[:6]
+        biases = [*constants[6:], None, None, None, None][:4]
+        a, i = attributes, attributes["intermediate"]
+        shapes = ((a["hidden"], a["attended"]), (2 * i, a["hidden"]), (a["hidden"], i))
+        weights = []
+        for name, bits, (n, k) in zip(
+            ops.TAIL_PRODUCTS, packed, (*shapes, (a["next_features"], a["hidden"])), strict=True
+        ):
+            keys = ("format", "block_size", "symmetric")
+            layer = {key: a[f"{name}_{key}"] for key in keys} | {"out_features": n, "in_features": k}
+            weights.append(unpack(bits, layer))
+        y, total = reference.layer_tail(
+            *(x.astype(float), residual.astype(float), (mlp_norm, next_norm), weights, biases),
+            name=a["activation"],
+            epsilons=(a["mlp_epsilon"], a["next_epsilon"]),
+        )
+        return y.astype(np.float32), total.astype(np.float32)
+
+
 class PagedAttention(OpRun):
     op_domain = "enginebay"
 
@@ -111,7 +134,7 @@ class PagedAttention(OpRun):
         return attention.astype(np.float32), cache
 
 
-OPS = [QuantLinear, QuantLinearF8Inputs, Embedding, AddRMSNorm, GatedActivation, PagedAttention]
+OPS = [QuantLinear, QuantLinearF8Inputs, Embedding, AddRMSNorm, GatedActivation, LayerTail, PagedAttention]
 
 
 def ragged_step(rng: np.random.Generator, vocab: int, rows: list[int]) -> dict[str, NDArray[Any]]:

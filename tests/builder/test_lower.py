@@ -22,6 +22,7 @@ from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
 from enginebay.builder.targets.base import CacheLayout, TargetError
 from enginebay.builder.targets.ort_cpu import OrtCpu
+from enginebay.plugins import ops
 
 
 def packer(quant: str = "fp32") -> WeightPacker:
@@ -51,7 +52,7 @@ def test_lowered_graph_computes_what_the_canonical_graph_computes(exported, tied
         np.testing.assert_allclose(mine, theirs, atol=2e-5)  # NaN where nothing was written, in both
 
 
-def test_a_layer_is_eight_nodes_and_no_product_remains(exported):
+def test_a_layer_is_two_nodes_and_no_product_remains(exported):
     source = read_exported(exported())
     rewrites = OrtCpu().lower(source.model, packer("int4"), CacheLayout(CACHES["fp16"], 16))
     reports = {report.rewrite: report for report in rewrites}
@@ -59,10 +60,9 @@ def test_a_layer_is_eight_nodes_and_no_product_remains(exported):
     assert counts == {
         "Embedding": 1,
         "RMSNormalization": 1,
-        "QuantLinear": 4 * LAYERS + 1,
+        "QuantLinear": 1,
         "PagedAttention": LAYERS,
-        "AddRMSNorm": 2 * LAYERS,
-        "GatedActivation": LAYERS,
+        "LayerTail": LAYERS,
         "Gather": 2,
     }
     assert [miss.node for miss in reports["add_rms_norm"].misses] == ["layers.0.pre_attention_norm"]
@@ -74,9 +74,10 @@ def test_a_layer_is_eight_nodes_and_no_product_remains(exported):
 def test_tied_weights_are_packed_once_and_read_twice(exported):
     source = read_exported(exported(tied=True))
     OrtCpu().lower(source.model, packer("int8"), CacheLayout(CACHES["fp16"], 16))
-    readers = [n for n in source.model.graph if n.op_type == "Embedding" or n.name == "lm_head"]
-    assert len(readers) == 2
-    assert readers[0].inputs[1] is readers[1].inputs[1]
+    nodes = list(source.model.graph)
+    (embedding,) = (node for node in nodes if node.op_type == "Embedding")
+    (head,) = (node for node in nodes if source.model.graph.outputs[0] in node.outputs)
+    assert embedding.inputs[1] is head.inputs[ops.LAYER_TAIL.input_index("next_weight")]
     assert "model.embed_tokens.weight" not in source.model.graph.initializers
 
 
@@ -91,11 +92,20 @@ def test_cache_gets_dtype_and_block_size(exported):
 def test_the_last_layer_after_attention_sees_only_the_rows_asked_for(exported):
     source = read_exported(exported())
     OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 4))
-    shapes = {v.name: str(v.shape[0]) for n in source.model.graph for v in n.outputs if v.shape is not None}
-    assert shapes[f"layers.{LAYERS - 2}.mlp.down"] == "T"
-    assert shapes[f"layers.{LAYERS - 1}.attention.qkv"] == "T"
-    assert shapes[f"layers.{LAYERS - 1}.attention.out"] == "R"
-    assert shapes[f"layers.{LAYERS - 1}.mlp.down"] == "R"
+    tails = {node.name: node for node in source.model.graph if node.op_type == "LayerTail"}
+    for layer, rows in ((LAYERS - 2, "T"), (LAYERS - 1, "R")):
+        tail = tails[f"layers.{layer}.attention.out"]
+        assert [str(value.shape[0]) for value in (*tail.inputs[:2], tail.outputs[0])] == [rows] * 3
+
+
+def test_a_layer_whose_inside_is_read_elsewhere_stays_as_it_is(exported):
+    source = read_exported(exported())
+    graph = source.model.graph
+    inside = next(node for node in graph if node.name == "layers.0.mlp.down").outputs[0]
+    graph.outputs.append(inside)
+    OrtCpu().lower(source.model, packer(), CacheLayout(CACHES["fp32"], 4))
+    counts = Counter(node.op_type for node in graph)
+    assert (counts["LayerTail"], counts["QuantLinear"], counts["GatedActivation"]) == (LAYERS - 1, 5, 1)
 
 
 def test_no_rows_asked_for_gives_no_logits(exported):

@@ -3,6 +3,7 @@
 #define ENGINEBAY_ADAPTERS_ORT_OPS_H
 
 #include "enginebay/elementwise.h"
+#include "enginebay/layer_tail.h"
 #include "enginebay/moe.h"
 #include "enginebay/paged_attention.h"
 #include "enginebay/quant_linear.h"
@@ -37,8 +38,9 @@ class PagedAttention {
   eb_paged_attention_desc desc_{};
 };
 
-// Throws where the graph says that the weights are in another layout than this library's.
-void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc);
+// Throws where the graph says, in this attribute, that weights are in another layout than this library's.
+void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc,
+                  const char* attribute = "layout");
 
 // The attributes and the packed weights that QuantLinear and Embedding have in common.
 class PackedWeights {
@@ -118,6 +120,23 @@ class GatedActivation {
   std::string node_;
   eb_activation activation_;
   eb_dtype io_;
+};
+
+class LayerTail {
+ public:
+  static constexpr const char* kName = "LayerTail";
+  static constexpr size_t kRequiredInputs = 8;
+  static constexpr Type kInputs[] = {kIo,    kIo,    kFloat, kFloat, kUint8, kUint8,
+                                     kUint8, kUint8, kFloat, kFloat, kFloat, kFloat};
+  static constexpr Type kOutputs[] = {kIo, kIo};
+
+  explicit LayerTail(const OrtKernelInfo* info);
+  OrtStatus* ComputeV2(OrtKernelContext* context) noexcept;
+
+ private:
+  std::string node_;
+  eb_layer_tail_desc desc_{};
+  size_t bytes_[EB_TAIL_PRODUCTS] = {};
 };
 
 class QuantMoe {

@@ -3,8 +3,8 @@
 
 namespace enginebay::ort {
 
-void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc) {
-  const std::optional<std::string> stated = attributes.text("layout");
+void check_layout(const Attributes& attributes, const eb_quant_linear_desc& desc, const char* attribute) {
+  const std::optional<std::string> stated = attributes.text(attribute);
   if (!stated || stated->empty()) return;
   const char* const own = eb_quant_linear_layout(&desc);
   if (own != nullptr && *stated == own) return;

@@ -7,5 +7,5 @@ using namespace enginebay::ort;
 
 extern "C" EB_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return register_ops<PagedAttention, QuantLinear, QuantLinearF8Inputs, Embedding, AddRmsNorm,
-                      GatedActivation, QuantMoe, SpecVerify, Sample>(options, base, {kFloat});
+                      GatedActivation, LayerTail, QuantMoe, SpecVerify, Sample>(options, base, {kFloat});
 }
