@@ -120,9 +120,11 @@ eb_status check_args(const eb_context* context, const eb_paged_attention_desc& d
                 "PagedAttention: cache_scales with a %s cache; only 8-bit caches have scales",
                 dtype_name(d.cache_dtype));
   if (a->cache_offsets != nullptr)
-    return fail(context, EB_UNSUPPORTED, "PagedAttention on CUDA: cache_offsets given; it has no int4 caches");
+    return fail(context, EB_UNSUPPORTED,
+                "PagedAttention on CUDA: cache_offsets given; it has no int4 caches");
   if (d.num_blocks_int8 > 0 || d.num_blocks_int4 > 0)
-    return fail(context, EB_UNSUPPORTED, "PagedAttention on CUDA: it has one pool, no cache_int8 or cache_int4");
+    return fail(context, EB_UNSUPPORTED,
+                "PagedAttention on CUDA: it has one pool, no cache_int8 or cache_int4");
   if (a->tree_mask != nullptr && a->tree_words <= 0)
     return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: tree_mask with tree_words %d", a->tree_words);
   return EB_OK;
