@@ -54,8 +54,8 @@ def verify(
     """Runs windows of text through `runner` and through transformers in float32.
 
     The engine sees each batch of windows as steps that mix whole prefill, chunked prefill and decode.
-    `reference` is an HF folder; `progress(done, total)` counts tokens. Raises ExportError where the two
-    cannot be compared.
+    `reference` is an HF folder or a GGUF file; `progress(done, total)` counts tokens. Raises ExportError
+    where the two cannot be compared.
     """
     oracle, vocab = load_oracle(reference)
     if runner.limits.vocab_size != vocab:
@@ -89,10 +89,10 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
         raise ExportError(
             f"verifying needs torch and transformers ({error}): pip install 'enginebay[torch]'"
         ) from error
-    logging.set_verbosity_error()  # its advice to those who train is not ours to pass on
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its advice to those who train is not ours to pass on
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            reference,
+            reference.parent if reference.is_file() else reference,
             gguf_file=gguf_file(reference),
             dtype=torch.float32,
             attn_implementation="eager",  # the others leave out soft caps and sinks
@@ -113,7 +113,9 @@ def load_oracle(reference: Path) -> tuple[Oracle, int]:
 
 
 def gguf_file(folder: Path) -> str | None:
-    """The GGUF file of a folder that has no other weights."""
+    """The GGUF file of a folder that has no other weights, or the file itself."""
+    if folder.is_file():
+        return folder.name
     names = [path.name for path in sorted(folder.glob("*.gguf"))]
     others = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
     return names[0] if names and not others else None
@@ -127,7 +129,10 @@ def text_ids(reference: Path) -> list[int] | None:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            reference, gguf_file=gguf_file(reference), local_files_only=True, trust_remote_code=False
+            reference.parent if reference.is_file() else reference,
+            gguf_file=gguf_file(reference),
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers and tokenizers raise many kinds for files that are none
         raise ExportError(f"transformers cannot read the tokenizer of {reference}: {error}") from error

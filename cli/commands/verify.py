@@ -21,7 +21,7 @@ from enginebay.triton_repo.runtime.ort_engine import OrtEngine
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path, metavar="ENGINE", help="folder `enginebay build` wrote")
     parser.add_argument(
-        "--reference", type=Path, required=True, metavar="MODEL", help="its Hugging Face folder"
+        "--reference", type=Path, required=True, metavar="MODEL", help="its Hugging Face folder or .gguf file"
     )
     parser.add_argument(
         "--tokens", type=int, default=2048, metavar="N", help="positions to compare (default 2048)"

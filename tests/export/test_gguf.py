@@ -21,6 +21,8 @@ from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.export.errors import CheckpointError, ExportError
 from enginebay.export.exporter import export_model, is_current
 from enginebay.export.gguf_blocks import ROW_BYTES, unpack_blocks
+from enginebay.export.verify import verify
+from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
 KINDS = {"Q4_0": "i4.b32.sym", "Q4_1": "i4.b32.asym", "Q8_0": "i8.b32"}
 
@@ -161,3 +163,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             export_model(path, tmp_path / "out")
     with pytest.raises(ExportError, match=r"neither a folder nor a \.gguf file"):
         export_model(tmp_path / "none.gguf", tmp_path / "out")
+
+
+def test_an_engine_is_verified_against_the_file(tmp_path: Path) -> None:
+    path, engine = tmp_path / "tiny.gguf", tmp_path / "engine"
+    write_gguf(path, "Q8_0")
+    export_model(path, tmp_path / "exported")
+    build_engine(tmp_path / "exported", engine, BuildConfig(quant="fp32"))
+    result = verify(OrtEngine(engine, EngineOptions(num_blocks=32)), path, tokens=64, window=32)
+    assert result.text
+    assert result.mean_kl < 0.01
