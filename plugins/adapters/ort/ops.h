@@ -22,10 +22,9 @@ class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
   static constexpr size_t kInputCount = 16, kRequiredInputs = 7;
-  static constexpr Type kInputs[kInputCount] = {kIo,    kAny,   kInt32, kInt32, kInt32,
-                                                kInt32, kInt32, kFloat, kFloat, kFloat,
-                                                kFloat, kFloat, kFloat, kInt8,  kUint8,
-                                                kFloat};
+  static constexpr Type kInputs[kInputCount] = {kIo,    kAny,   kInt32, kInt32, kInt32, kInt32,
+                                                kInt32, kFloat, kFloat, kFloat, kFloat, kFloat,
+                                                kFloat, kInt8,  kUint8, kFloat};
   static constexpr Type kOutputs[] = {kIo, kAny};
 
   explicit PagedAttention(const OrtKernelInfo* info);
