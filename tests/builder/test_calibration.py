@@ -149,6 +149,7 @@ def test_awq_without_outliers_scales_nothing():
     np.testing.assert_allclose(scale, 1)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
 def test_inputs_that_are_not_finite_name_the_layer(exported, tmp_path):
     def huge(tensors):
         tensors["model.layers.0.mlp.gate_proj.weight"][:] = 60000
@@ -276,3 +277,15 @@ def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):
     assert methods["fp8-w8a8"][layer] == methods["w4a8"][layer] == "rtn, E4M3 inputs"
     assert methods["fp8-w8a8-static"][layer].startswith("rtn, E4M3 inputs of scale 0.")
     assert methods["fp8"][layer] == "rtn"
+
+
+def test_inputs_that_are_not_finite_name_the_layer(exported, tmp_path):
+    """Weights of a size that the builder takes, whose product overflows float32."""
+
+    def huge(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][:] = 2.0**100
+        tensors["model.layers.1.mlp.gate_proj.weight"][:] = 2.0**100
+
+    source = canonical(exported(dtype=np.float32, edit=huge))
+    with pytest.raises(QuantizationError, match=r"layer layers\.1\.mlp\.down: its inputs in calibration"):
+        calibrate(source.model, recipe("fp8-w8a8-static"), batch(), tmp_path)
