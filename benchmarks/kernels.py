@@ -262,32 +262,39 @@ def sample(library: CudaLibrary, top: Ceilings) -> Iterator[Row]:
 def moe(library: CudaLibrary, top: Ceilings) -> Iterator[Row]:
     generator = torch.Generator(device="cuda").manual_seed(4)
     hidden, intermediate, experts, block = 4096, 14336, 8, 128
-    for tokens in (32, 256):
+    for format, tokens in (("i4", 32), ("i4", 64), ("i4", 256), ("f8", 32), ("bf16", 32)):
+        four = format == "i4"
         desc = MoeDesc(
-            experts, 2, hidden, intermediate, 0, 1, 0, 0, 1.0, 0, FORMATS["i4"], block, 1, 3, 0.0, 1.702
+            *(experts, 2, hidden, intermediate, 0, 1, 0, 0, 1.0, 0, FORMATS[format]),
+            *(block if four else 0, 1, 3, 0.0, 1.702),
         )
         strides = library.expert_strides(desc)
-        # Any nibbles and one scale everywhere: what the products read, not what they mean.
+        # Any bits and one scale everywhere: what the products read, not what they mean.
         packed = {}
         for name, stride in zip(("gate_up", "down"), strides, strict=True):
+            count = hidden * intermediate * (2 if name == "gate_up" else 1)
             pool = torch.randint(
-                0, 255, (experts, stride), dtype=torch.uint8, device="cuda", generator=generator
+                0, 127, (experts, stride), dtype=torch.uint8, device="cuda", generator=generator
             )
-            values = hidden * intermediate * (2 if name == "gate_up" else 1) // 2
-            pool[:, values:] = (
-                torch.full((1,), 0.01, dtype=torch.bfloat16, device="cuda")
-                .view(torch.uint8)
-                .repeat((stride - values) // 2)
-            )
-            packed[name] = pool.flatten()
+            if format == "bf16":
+                pool = torch.randn(experts, count, device="cuda", generator=generator).bfloat16()
+            else:
+                values, scale = (count // 2, torch.bfloat16) if four else (count, torch.float32)
+                pool[:, values:] = (
+                    torch.full((1,), 0.01, dtype=scale, device="cuda")
+                    .view(torch.uint8)
+                    .repeat((stride - values) // scale.itemsize)
+                )
+            packed[name] = pool.view(torch.uint8).flatten()
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         logits = torch.randn(tokens, experts, device="cuda")
         y, workspace = torch.empty_like(x), library.moe_workspace(desc, tokens)
         ours = timed([lambda: library.moe(desc, x, y, workspace, router_logits=logits, **packed)])
         hit = len(torch.topk(logits, 2).indices.unique())
         size = hit * sum(strides)
+        name = {"i4": "INT4", "f8": "FP8", "bf16": "bf16"}[format]
         yield Row(
-            f"MoE 8x(4096, 14336) top-2 INT4, {tokens} tokens",
+            f"MoE 8x(4096, 14336) top-2 {name}, {tokens} tokens",
             *(ours * 1e6, f"{size / ours / 1e12:.2f} TB/s", size / ours / top.copy, f"{hit} experts hit"),
         )
 

@@ -31,6 +31,7 @@ class Moe:
     symmetric: bool = True
     clamp: float = 0.0
     io: torch.dtype = BF16
+    format: str = "i4"
 
     def desc(self) -> object:
         return MoeDesc(
@@ -38,8 +39,8 @@ class Moe:
             *(int(self.renormalize), self.num_groups, self.top_groups, self.routed_scale),
             *(
                 ACTIVATIONS.index(self.activation),
-                FORMATS["i4"],
-                self.block,
+                FORMATS[self.format],
+                self.block if self.format == "i4" else 0,
                 int(self.symmetric),
                 DTYPES[self.io],
             ),
@@ -59,11 +60,25 @@ class Experts:
                 (2 * moe.intermediate, moe.hidden, gate_up, self.gate_up, strides[0]),
                 (moe.hidden, moe.intermediate, down, self.down, strides[1]),
             ):
-                desc = library.linear_desc(k, n, "i4", moe.io, moe.block, moe.symmetric)
-                host = library.pack(desc, *int4_weights(n, k, moe.block, moe.symmetric, generator))
+                desc, host = _packed(library, moe, n, k, generator)
                 plain.append(library.unpack(desc, host).cuda().double())
                 packed.append(torch.nn.functional.pad(host, (0, stride - len(host))))
         self.packed = {"gate_up": torch.cat(gate_up).cuda(), "down": torch.cat(down).cuda()}
+
+
+def _packed(
+    library: CudaLibrary, moe: Moe, n: int, k: int, generator: torch.Generator
+) -> tuple[object, Tensor]:
+    """One matrix [n, k] in the layer's format: its descriptor and its packed bytes on the host."""
+    if moe.format == "i4":
+        desc = library.linear_desc(k, n, "i4", moe.io, moe.block, moe.symmetric)
+        return desc, library.pack(desc, *int4_weights(n, k, moe.block, moe.symmetric, generator))
+    desc = library.linear_desc(k, n, moe.format, moe.io)
+    w = 0.05 * torch.randn(n, k, device="cuda", generator=generator).cpu()
+    if moe.format != "f8":
+        return desc, library.pack(desc, w.to(moe.io))
+    scales = w.abs().amax(1) / 448
+    return desc, library.pack(desc, (w / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
 def route(moe: Moe, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,6 +145,11 @@ RULES = {
     "clamped": {"clamp": 2.0, "symmetric": False},
     "relu": {"activation": "relu", "block": 128, "io": torch.float16},
     "all": {"experts": 4, "top_k": 4},
+    "float16": {"format": "f16", "io": torch.float16, "hidden": 272, "intermediate": 80},
+    "bfloat16": {"format": "bf16", "clamp": 2.0, "symmetric": True},
+    "float8": {"format": "f8", "hidden": 144, "intermediate": 208},
+    "float8, float16": {"format": "f8", "io": torch.float16, "experts": 16, "top_k": 4},
+    "ragged": {"hidden": 448, "intermediate": 320, "block": 64, "symmetric": False, "io": torch.float16},
 }
 
 

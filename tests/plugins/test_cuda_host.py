@@ -241,7 +241,8 @@ def test_moe_descriptors_are_checked(library: CudaLibrary) -> None:
     for changes, words in (
         ({"top_k": 9}, "top_k 9 of num_experts 8"),
         ({"num_groups": 3, "top_groups": 1}, "cannot give 2"),
-        ({"format": 3}, "experts in bfloat16; it has int4"),
+        ({"format": 3}, "bfloat16 takes block_size 0 and symmetric 1, not 64 and 1"),
+        ({"format": 5}, "format int8 with io_dtype bfloat16"),
         ({"block_size": 48}, "int4 block_size 48"),
         ({"scoring": 7}, "unknown scoring 7"),
     ):

@@ -21,6 +21,18 @@ __device__ __forceinline__ float activate(eb_activation activation, float x) {
   }
 }
 
+// A gate and its up; clamp 0: none (moe.h).
+struct Gate {
+  eb_activation activation;
+  float clamp, clamp_alpha;
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    if (clamp <= 0.f) return activate(activation, gate) * up;
+    gate = gate > clamp ? clamp : gate;
+    up = up > clamp ? clamp : up < -clamp ? -clamp : up;
+    return (up + 1.f) * gate / (1.f + __expf(-clamp_alpha * gate));
+  }
+};
+
 }  // namespace enginebay::cuda
 
 #endif

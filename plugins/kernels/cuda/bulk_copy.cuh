@@ -37,6 +37,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Fetches a map ahead of its first use.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+// `bytes` in a row, a multiple of 16 as both addresses are.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // The tile of `map` that starts at (column, row), into shared memory; its bytes count towards the barrier.
 __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, int column, int row,
                                           uint32_t barrier) {

@@ -31,6 +31,22 @@ struct Int4Layout {
   }
 };
 
+struct Int4Problem {
+  const uint8_t* packed;
+  const void* x;      // [m, k]
+  const float* bias;  // [n], of every group where there are groups, or null
+  void* y;            // [m, n]
+  int m, n, k, block_size;
+};
+
+// Grouped products: rows of x sorted by whose weights they meet. A tile is {group, first row, end of the
+// group's rows}.
+struct Int4Groups {
+  const int4* tiles;
+  const int* count;
+  int64_t stride;  // bytes from one group's weights to the next's
+};
+
 // Where nibble (row r of 16, column c of 64) of a tile lies: word index in the tile and shift.
 __host__ __device__ inline void int4_place(int r, int c, int* word, int* shift) {
   const int lane = (r % 8) * 4 + (c % 8) / 2, step = c / 16;
@@ -72,6 +88,32 @@ __device__ __forceinline__ void int4_fragment(uint32_t word, typename Half16<T>:
       a[i] = __hfma2(view(pick<0x000f000f>(word >> (4 * i), 0x43004300)), one, offset);
   }
 }
+
+// The same fragment as offset + q, exact and cheaper: rows lane/4 are `low` above q - 8, rows lane/4 + 8
+// `high`.
+template <typename T>
+struct Int4Biased;
+template <>
+struct Int4Biased<half> {
+  static constexpr float low = 256 + 8, high = 16 + 8;
+  static __device__ __forceinline__ void fragment(uint32_t word, uint32_t (&a)[4]) {
+    // 0x5c00 | q<<2 is 256 + q, 0x4c00 | q<<6 is 16 + q.
+    const uint32_t first = __funnelshift_l(word, word, 2), second = __funnelshift_r(word, word, 6);
+    a[0] = pick<0x003c003c>(first, 0x5c005c00);
+    a[1] = pick<0x03c003c0>(first, 0x4c004c00);
+    a[2] = pick<0x003c003c>(second, 0x5c005c00);
+    a[3] = pick<0x03c003c0>(second, 0x4c004c00);
+  }
+};
+template <>
+struct Int4Biased<__nv_bfloat16> {
+  static constexpr float low = 128 + 8, high = 128 + 8;
+  static __device__ __forceinline__ void fragment(uint32_t word, uint32_t (&a)[4]) {
+    // 0x4300 | q is 128 + q.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = pick<0x000f000f>(word >> (4 * i), 0x43004300);
+  }
+};
 
 // Scales of one row tile and block, for rows lane/4 and lane/4 + 8.
 template <typename T, bool Symmetric>

@@ -16,14 +16,6 @@
 
 namespace enginebay::cuda {
 
-struct Int4Problem {
-  const uint8_t* packed;
-  const void* x;      // [m, k]
-  const float* bias;  // [n] or null
-  void* y;            // [m, n]
-  int m, n, k, block_size;
-};
-
 namespace int4_decode {
 constexpr int kWarps = 16, kThreads = kWarps * 32;
 // Tiles of 64 columns a warp takes at a time: as many as x's fragments leave registers for.

@@ -37,17 +37,9 @@ struct Shape {
   static constexpr int shared = 1024 + most(stages * stage_bytes, most(staged_y_bytes, sums_bytes));
 };
 
-// Grouped products: rows of x sorted by whose weights they meet. A tile is {group, first row, end of the
-// group's rows}.
-struct Groups {
-  const int4* tiles;
-  const int* count;
-  int64_t stride;  // bytes from one group's weights to the next's
-};
-
 template <typename T, int MT, int BlockTiles, bool Symmetric, bool Grouped>
 __global__ void __launch_bounds__(Shape<MT, Grouped>::threads, Shape<MT, Grouped>::pairs ? 2 : 1)
-    kernel(const Int4Problem p, const Groups groups, float* const partial,
+    kernel(const Int4Problem p, const Int4Groups groups, float* const partial,
            const __grid_constant__ CUtensorMap x_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Pair = typename Half16<T>::Pair;
@@ -255,7 +247,7 @@ inline int splits(int multiprocessors, int64_t m, int n, int k) {
 
 template <typename T, int MT, int BlockTiles, bool Symmetric>
 eb_status run_groups(const eb_context* context, const Device& device, const Int4Problem& p,
-                     const Groups& groups, int most_tiles) {
+                     const Int4Groups& groups, int most_tiles) {
   const auto function = kernel<T, MT, BlockTiles, Symmetric, true>;
   EB_RETURN_IF_CUDA(context, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   Shape<MT, true>::shared));
@@ -283,7 +275,7 @@ eb_status run(const eb_context* context, const Device& device, const Int4Problem
       context, std::is_same_v<T, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       p.x, p.m, p.k, MT, &x_map));
   EB_RETURN_IF_CUDA(context, launch(device, stream_of(context), grid, dim3(Shape<MT, false>::threads),
-                                    Shape<MT, false>::shared, 1, function, p, Groups{}, partial, x_map));
+                                    Shape<MT, false>::shared, 1, function, p, Int4Groups{}, partial, x_map));
   if (slices > 1) {
     const int64_t count = int64_t{p.m} * p.n;
     const int blocks =
@@ -302,7 +294,7 @@ namespace enginebay::cuda {
 // Grouped products in tiles of `rows` rows (int4_gemm::rows_per_block), at most `most_tiles` of them
 // (int4_linear.cu).
 eb_status int4_run_groups(const eb_context* context, const Device& device, eb_dtype io, const Int4Problem& p,
-                          bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows);
+                          bool symmetric, const Int4Groups& groups, int most_tiles, int rows);
 
 }  // namespace enginebay::cuda
 

@@ -1,22 +1,26 @@
 // QuantLinear with INT4 weights: which kernel for how many rows.
 #include "int4_decode.cuh"
 #include "int4_gemm.cuh"
+#include "int4_stream.cuh"
 #include "quant_linear.cuh"
 
 namespace enginebay::cuda {
 namespace {
 
-// On sm_90: from 9 rows on where W has too few row tiles for int4_decode's blocks, else from 17 on.
-bool uses_gemm(int64_t m, int n, int multiprocessors) {
-  return m > 16 || (m > 8 && ceil_div(n, 16) < 4 * multiprocessors);
+template <typename T>
+constexpr eb_dtype kDtype = std::is_same_v<T, half> ? EB_F16 : EB_BF16;
+
+// On sm_90: from 9 to 32 rows int4_stream where W has rows enough for its blocks, else int4_gemm.
+bool uses_stream(int64_t m, int n, int multiprocessors) {
+  return m > 8 && m <= 32 && ceil_div(n, int4_stream::kRows) * 3 >= multiprocessors;
 }
 
 template <typename T, int BlockTiles, bool Symmetric>
 eb_status by_rows(const eb_context* context, const Device& device, const Int4Problem& p, float* workspace) {
   if (p.m <= 8) return int4_decode::run<T, 1, BlockTiles, Symmetric>(context, device, p);
-  const bool gemm = device.capability == 90 && uses_gemm(p.m, p.n, device.multiprocessors);
-  if (p.m <= 16 && !gemm) return int4_decode::run<T, 2, BlockTiles, Symmetric>(context, device, p);
-  if (gemm) switch (int4_gemm::rows_per_block(p.m)) {
+  if (device.capability == 90 && uses_stream(p.m, p.n, device.multiprocessors))
+    return int4_stream::run(context, device, kDtype<T>, p, Symmetric);
+  if (device.capability == 90) switch (int4_gemm::rows_per_block(p.m)) {
       case 32:
         return int4_gemm::run<T, 32, BlockTiles, Symmetric>(context, device, p, workspace);
       case 64:
@@ -49,10 +53,8 @@ eb_status by_format(const eb_context* context, const Device& device, const Int4P
 
 template <typename T, int BlockTiles, bool Symmetric>
 eb_status groups_by_rows(const eb_context* context, const Device& device, const Int4Problem& p,
-                         const int4_gemm::Groups& groups, int most_tiles, int rows) {
+                         const Int4Groups& groups, int most_tiles, int rows) {
   switch (rows) {
-    case 32:
-      return int4_gemm::run_groups<T, 32, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
     case 64:
       return int4_gemm::run_groups<T, 64, BlockTiles, Symmetric>(context, device, p, groups, most_tiles);
     case 128:
@@ -64,7 +66,7 @@ eb_status groups_by_rows(const eb_context* context, const Device& device, const 
 
 template <typename T>
 eb_status groups_by_format(const eb_context* context, const Device& device, const Int4Problem& p,
-                           bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows) {
+                           bool symmetric, const Int4Groups& groups, int most_tiles, int rows) {
   if (p.block_size == 64)
     return symmetric ? groups_by_rows<T, 1, true>(context, device, p, groups, most_tiles, rows)
                      : groups_by_rows<T, 1, false>(context, device, p, groups, most_tiles, rows);
@@ -183,7 +185,7 @@ __global__ void embed(const uint8_t* packed, int n, int k, int block_size, bool 
 }  // namespace
 
 size_t int4_workspace_bytes(const eb_quant_linear_desc& desc, int64_t rows, int multiprocessors) {
-  if (!uses_gemm(rows, desc.out_features, multiprocessors)) return 0;
+  if (rows <= 8 || uses_stream(rows, desc.out_features, multiprocessors)) return 0;
   if (dequantises(desc, rows)) return plain_bytes(desc) + lt_workspace_bytes(plain(desc), rows);
   const int slices = int4_gemm::splits(multiprocessors, rows, desc.out_features, desc.in_features);
   return slices == 1 ? 0 : size_t{4} * slices * rows * desc.out_features;
@@ -211,7 +213,7 @@ eb_status int4_run(const eb_context* context, const Device& device, const eb_qua
 }
 
 eb_status int4_run_groups(const eb_context* context, const Device& device, eb_dtype io, const Int4Problem& p,
-                          bool symmetric, const int4_gemm::Groups& groups, int most_tiles, int rows) {
+                          bool symmetric, const Int4Groups& groups, int most_tiles, int rows) {
   return io == EB_F16
              ? groups_by_format<half>(context, device, p, symmetric, groups, most_tiles, rows)
              : groups_by_format<__nv_bfloat16>(context, device, p, symmetric, groups, most_tiles, rows);

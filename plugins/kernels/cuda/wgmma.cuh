@@ -51,6 +51,32 @@ struct WgmmaSharedA;
 
 #define EB_WGMMA(TYPE, NAME) \
   template <> \
+  struct WgmmaRegisterA<TYPE, 8, false> { \
+    static __device__ __forceinline__ void run(float (&d)[4], const uint32_t (&a)[4], uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." NAME "." NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n" \
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    } \
+  };
+EB_WGMMA(half, "f16")
+EB_WGMMA(__nv_bfloat16, "bf16")
+#undef EB_WGMMA
+
+#define EB_WGMMA(TYPE, NAME) \
+  template <> \
+  struct WgmmaRegisterA<TYPE, 16, false> { \
+    static __device__ __forceinline__ void run(float (&d)[8], const uint32_t (&a)[4], uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;\n" \
+                   : EB_F8(d, 0) \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    } \
+  };
+EB_WGMMA(half, "f16")
+EB_WGMMA(__nv_bfloat16, "bf16")
+#undef EB_WGMMA
+
+#define EB_WGMMA(TYPE, NAME) \
+  template <> \
   struct WgmmaRegisterA<TYPE, 32, false> { \
     static __device__ __forceinline__ void run(float (&d)[16], const uint32_t (&a)[4], uint64_t b) { \
       asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;\n" \
