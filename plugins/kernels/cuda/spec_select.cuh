@@ -28,22 +28,11 @@ __global__ void __launch_bounds__(kThreads) extremes(const Problem p) {
               if (v > -INFINITY) mine.least = fminf(mine.least, v);
             });
   __shared__ Extremes warps[kThreads / 32];
-  const auto join = [](Extremes a, const Extremes& b) {
-    if (b.best > a.best || (b.best == a.best && static_cast<unsigned>(b.id) < static_cast<unsigned>(a.id))) {
-      a.best = b.best;
-      a.id = b.id;
-    }
-    a.least = fminf(a.least, b.least);
-    a.bad |= b.bad;
-    return a;
-  };
-  for (int o = 16; o > 0; o /= 2)
-    mine = join(mine, Extremes{__shfl_xor_sync(~0u, mine.best, o), __shfl_xor_sync(~0u, mine.least, o),
-                               __shfl_xor_sync(~0u, mine.id, o), __shfl_xor_sync(~0u, mine.bad, o)});
+  mine = warp_extremes(mine);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int w = 1; w < kThreads / 32; ++w) mine = join(mine, warps[w]);
+    for (int w = 1; w < kThreads / 32; ++w) mine = join_extremes(mine, warps[w]);
     p.extremes[int64_t{row} * p.slices + slice] = mine;
     if (slice == 0) {
       Row state{};

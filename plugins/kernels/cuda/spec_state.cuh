@@ -139,17 +139,32 @@ __device__ __forceinline__ bool rows_vectorise(const Problem& p) {
          reinterpret_cast<uintptr_t>(p.a.logits) % 16 == 0;
 }
 
-__device__ inline Extremes row_extremes(const Problem& p, int row) {
-  Extremes all{-INFINITY, INFINITY, -1, 0};
-  for (int s = 0; s < p.slices; ++s) {
-    const Extremes e = p.extremes[int64_t{row} * p.slices + s];
-    if (e.best > all.best) {
-      all.best = e.best;
-      all.id = e.id;
-    }
-    all.least = fminf(all.least, e.least);
-    all.bad |= e.bad;
+// The better maximum, its lower id among equals, and the lesser minimum.
+__device__ __forceinline__ Extremes join_extremes(Extremes a, const Extremes& b) {
+  if (b.best > a.best || (b.best == a.best && static_cast<unsigned>(b.id) < static_cast<unsigned>(a.id))) {
+    a.best = b.best;
+    a.id = b.id;
   }
+  a.least = fminf(a.least, b.least);
+  a.bad |= b.bad;
+  return a;
+}
+// Of a warp, all of whose lanes call it.
+__device__ __forceinline__ Extremes warp_extremes(Extremes mine) {
+  for (int o = 16; o > 0; o /= 2)
+    mine =
+        join_extremes(mine, Extremes{__shfl_xor_sync(~0u, mine.best, o), __shfl_xor_sync(~0u, mine.least, o),
+                                     __shfl_xor_sync(~0u, mine.id, o), __shfl_xor_sync(~0u, mine.bad, o)});
+  return mine;
+}
+
+// Each warp of a block reads for itself, a slice a lane: one after the other they would take a while.
+__device__ inline Extremes row_extremes(const Problem& p, int row) {
+  static_assert(kMostSlices <= 32);
+  const int lane = threadIdx.x % 32;
+  Extremes all{-INFINITY, INFINITY, -1, 0};
+  if (lane < p.slices) all = p.extremes[int64_t{row} * p.slices + lane];
+  all = warp_extremes(all);
   if (all.bad) all.id = -1;
   return all;
 }

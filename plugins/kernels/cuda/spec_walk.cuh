@@ -51,10 +51,12 @@ __global__ void __launch_bounds__(kThreads) totals(const Problem p) {
   if (threadIdx.x == 0) p.totals[int64_t{row} * p.slices + slice] = sum;
 }
 
+// All lanes of a warp call it.
 __device__ inline float row_total(const Problem& p, int row) {
   if (p.rows[row].total > 0.f) return p.rows[row].total;
-  float sum = 0.f;
-  for (int s = 0; s < p.slices; ++s) sum += p.totals[int64_t{row} * p.slices + s];
+  const int lane = threadIdx.x % 32;
+  float sum = lane < p.slices ? p.totals[int64_t{row} * p.slices + lane] : 0.f;
+  for (int o = 16; o > 0; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
   return sum;
 }
 
@@ -166,9 +168,9 @@ __global__ void __launch_bounds__(kThreads) choose(const Problem p) {
     if (slice == 0 && threadIdx.x == 0) p.a.next_token[b] = -1;
     return;
   }
-  const Extremes e = row_extremes(p, row);
   const Row state = p.rows[row];
   if (state.done) return;
+  const Extremes e = row_extremes(p, row);
   if (e.id < 0 || state.inverse_temperature == 0.f) {
     if (slice == 0 && threadIdx.x == 0) p.a.next_token[b] = e.id;
     return;
