@@ -94,7 +94,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class StoredMatrix(WeightMatrix):
-    """An expert's matrix that came quantised: rows are what its values stand for. A Quantizer of itself."""
+    """An expert's matrix that came quantised: its rows are what the values stand for."""
 
     weights: StoredWeights
 
@@ -118,7 +118,7 @@ def stored_experts(value: ir.Value) -> list[StoredMatrix] | None:
     whole = stored_weights(value)
     if whole is None or len(whole.values.shape) != 3:
         return None
-    scales = whole.scales.numpy().astype(np.float32)
+    scales = np.asarray(whole.scales.numpy(), np.float32)
     zeros = None if whole.zeros is None else whole.zeros.numpy().astype(np.uint8)
     matrices = expert_matrices(str(whole.values.name), whole.values)
     return [
