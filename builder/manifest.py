@@ -200,9 +200,10 @@ class EngineManifest:
     @property
     def rebuild_command(self) -> str:
         """The command that makes this engine again from its exported model."""
+        cache = self.config.get("kv_cache", "auto")
         return (
             f"rebuild with: enginebay build EXPORTED {{engine}} --target {self.target.name} "
-            f"--quant {self.quantization.recipe}"
+            f"--quant {self.quantization.recipe}" + ("" if cache == "auto" else f" --kv-cache {cache}")
         )
 
     def save(self, folder: Path) -> None:

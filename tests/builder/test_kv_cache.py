@@ -90,9 +90,12 @@ def test_an_engine_equals_the_decoder_over_the_same_codes(exported, tmp_path, ca
     assert 1e-5 < np.abs(expected - exact).max() < {"int8": 0.1, "fp8": 0.5, "int4": 1.0}[cache]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed):
+@pytest.mark.parametrize(("seed", "interleaved"), [(0, 0), (1, 0), (2, 1)])
+def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed, interleaved):
     graph = canonical(exported(seed=seed)).graph
+    for node in graph:
+        if node.op_type == "PagedAttention":
+            node.attributes["rope_interleaved"] = ir.AttrInt64("rope_interleaved", interleaved)
     batch = batch_of(np.random.default_rng(seed))
     kept = Kept()
     Logits(graph, batch, exact_weights, kept)
@@ -103,8 +106,11 @@ def test_scales_reach_what_calibration_saw_at_whatever_position(exported, seed):
     for name, pool in kept.pools.items():
         reach = scales[name].astype(np.float64) * cache.largest / cache.headroom
         assert scales[name].shape == cache.constant_shape(pool.shape[1:])
-        lengths = np.hypot(pool[:, 0, ..., :half], pool[:, 0, ..., half:]).max(axis=(0, 1))
-        for got, held in zip(reach, (np.tile(lengths, 2), np.abs(pool[:, 1]).max(axis=(0, 1))), strict=True):
+        keys = pool[:, 0]
+        parts = (keys[..., ::2], keys[..., 1::2]) if interleaved else (keys[..., :half], keys[..., half:])
+        lengths = np.hypot(*parts).max(axis=(0, 1))
+        lengths = np.repeat(lengths, 2, axis=-1) if interleaved else np.tile(lengths, 2)
+        for got, held in zip(reach, (lengths, np.abs(pool[:, 1]).max(axis=(0, 1))), strict=True):
             assert (got >= held * (1 - 1e-5)).all()
             assert (got <= held * 2**cache.octaves * (1 + 1e-5)).all()
 
