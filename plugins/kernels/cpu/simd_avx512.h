@@ -29,14 +29,14 @@ struct Avx512 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
   static F load(const F8E4M3* from) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __mmask16 numbers =
+        _mm_cmpneq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8(-128)), _mm_set1_epi8(-1));
     // Sign, then exponent and mantissa one bit lower: fp16 of 2^-8 of the value.
-    const __m256i high =
-        _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8);
-    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(int16_t(0xbfff)));
-    const __m256i magnitude = _mm256_slli_epi16(half, 1);
-    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f00));
-    const __m256i marked = _mm256_mask_set1_epi16(half, nan, 0x7e00);
-    return _mm512_mul_ps(_mm512_cvtph_ps(marked), _mm512_set1_ps(256.0f));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                                          _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+    const F nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
+    return _mm512_mask_mul_ps(nan, numbers, _mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
   }
   static void expand_int4(const uint8_t* codes, const uint8_t* factors, float* to) {
     uint32_t both;
@@ -107,7 +107,7 @@ struct Avx512 {
   }
 
   // Lane i of the result: the sum over the lanes of rows[i], in the order of sum().
-  static F sum_each(const F (&rows)[16]) {
+  __attribute__((always_inline)) static F sum_each(const F (&rows)[16]) {
     // Each step adds halves of two rows: one half of each by a blend, the other halves crosswise by a
     // shuffle.
     F a[8], b[4], c[2];
