@@ -157,3 +157,28 @@ def test_a_captured_graph_replays_on_new_data(
         y.fill_(float("nan"))
         graph.replay()
         _check(y, x, w, None, extra=3)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_x_is_what_the_kernel_before_wrote(
+    library: CudaLibrary, generator: torch.Generator, rows: int
+) -> None:
+    """The product starts while AddRMSNorm, which writes its x, still runs."""
+    n, k = 8192, 4096
+    desc = library.linear_desc(k, n, "i4", torch.bfloat16, 128)
+    host = library.pack(desc, *int4_weights(n, k, 128, True, generator))
+    packed, w = host.cuda(), library.unpack(desc, host).cuda()
+    source = torch.randn(rows, k, device="cuda", generator=generator).bfloat16()
+    weight = torch.ones(k, device="cuda")
+    y, workspace = poisoned((rows, n), torch.bfloat16), library.linear_workspace(desc, rows)
+    library.linear(desc, source, packed, y=y, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x, _ = library.add_rms_norm(source, None, weight, 1e-6)  # NaN until it is written
+        library.linear(desc, x, packed, y=y, workspace=workspace)
+    for _ in range(5):
+        source.copy_(torch.randn(rows, k, device="cuda", generator=generator))
+        y.fill_(float("nan"))
+        graph.replay()
+        _check(y, x, w, None, extra=3)
