@@ -21,9 +21,7 @@ def channel_scales(scales: NDArray[Any] | None, heads: int, dim: int) -> Array:
     return np.repeat(wide[:, :, None], dim, axis=2) if wide.ndim == 2 else wide
 
 
-def encode(
-    values: Array, scales: Array, dtype: np.dtype[Any], offsets: Array | None = None
-) -> NDArray[Any]:
+def encode(values: Array, scales: Array, dtype: np.dtype[Any], offsets: Array | None = None) -> NDArray[Any]:
     """Stored elements of values [..., D]: floats as they are, INT4 rows, or 8 bits of value / scale.
 
     8 bits round to the nearest, ties to even, and saturate; NaN is NaN in E4M3 and 0 in int8.
