@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int64, c_size_t
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from quant_linear_cases import Format, Layer, make_layer
 
 from enginebay.plugins import ops
-from enginebay.plugins.load import KernelLibrary, library_path
+from enginebay.plugins.load import KernelLibrary, PluginError, library_path
 
 FLOAT, UINT8 = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
 ATTENDED, HIDDEN, INTERMEDIATE, NEXT = 96, 64, 160, 80
@@ -155,3 +156,11 @@ def test_shapes_that_disagree_are_refused(library: KernelLibrary) -> None:
     feeds = case.rows(3) | {"residual": np.zeros((2, HIDDEN), np.float32)}
     with pytest.raises(Exception, match=r"residual \[T, 64\]; they are \[3, 96\] and \[2, 64\]"):
         case.fused(2).run(None, feeds)
+
+
+def test_the_c_abi_refuses_what_is_not_there(library: KernelLibrary) -> None:
+    size = c_size_t()
+    with pytest.raises(PluginError, match="LayerTail: the descriptor is null"):
+        library.call("eb_layer_tail_workspace_size", None, c_int64(1), byref(size))
+    with pytest.raises(PluginError, match="LayerTail: the descriptor is null"):
+        library.call("eb_layer_tail_run", None, None, None, c_size_t(0))

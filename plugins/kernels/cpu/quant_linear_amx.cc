@@ -29,9 +29,8 @@ class Amx {
     written(&config);
     _tile_loadconfig(&config);
   }
-  ~Amx() { _tile_release(); }
-  Amx(const Amx&) = delete;
-  Amx& operator=(const Amx&) = delete;
+
+  void release() { _tile_release(); }
 
   void clear() { _tile_zero(0); }
 

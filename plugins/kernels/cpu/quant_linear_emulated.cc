@@ -10,6 +10,8 @@ class EmulatedUnit {
  public:
   EmulatedUnit(int rows, int depth) : rows_(rows), depth_(depth) {}
 
+  void release() {}
+
   void clear() { std::memset(c_, 0, sizeof c_); }
 
   void multiply(const uint8_t* a, size_t a_stride, const uint8_t* b) {

@@ -2,6 +2,7 @@
 //
 // A Unit keeps a tile C of int32 [rows][16] and gives
 //   Unit(int rows, int depth)         depth: 32 or 64 values of k that one product takes
+//   void release()                    after use; no destructor, whose unwinding would be shared code
 //   void clear()                      C = 0
 //   void multiply(const uint8_t* a, size_t a_stride, const uint8_t* b)
 //                                     C += A.B, A int8 [rows][depth], B uint8 [depth/4][16][4], rows of 64
@@ -122,6 +123,7 @@ void tile_unit_kernel(const TileTask& task) {
   for (int64_t p = 0; p < task.panel_count; ++p) {
     multiply(task.panels + static_cast<size_t>(p) * task.panel_stride, p * kPanel);
   }
+  unit.release();
 }
 
 }  // namespace
