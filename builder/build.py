@@ -7,6 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from enginebay.builder.config import BuildConfig, BuildError
@@ -21,6 +22,7 @@ from enginebay.builder.manifest import (
     LimitsRecord,
     PluginRecord,
     QuantizationRecord,
+    TierRecord,
     enginebay_version,
 )
 from enginebay.builder.packing import WeightPacker
@@ -35,7 +37,7 @@ from enginebay.builder.weights import SidecarWriter, check_finite_tensor
 from enginebay.export.staging import obstacle, scratch_folder, staged
 from enginebay.plugins import ops
 
-ENGINE, WEIGHTS = "engine.onnx", "weights.bin"
+ENGINE, WEIGHTS, SCALES = "engine.onnx", "weights.bin", "cache_scales.npz"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
 
@@ -58,7 +60,7 @@ def build_engine(
     chosen, where, cache_format = choose(config)
     source = read_exported(exported)
     limits = _limits(source, config)
-    cache_groups = _cache_groups(source, cache_format, config.block_size)
+    cache_groups = _cache_groups(source, cache_format, config)
     _check_output(out, exported)
     _check_vectors(source.model.graph)
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
@@ -72,6 +74,8 @@ def build_engine(
         rounded = None if quantised.engine_error is None else quantised.engine_error(folder / ENGINE)
         for path in source.companions:
             shutil.copyfile(path, folder / path.name)
+        if cache_format.tiers:  # what converts blocks reads them; the graph has its own
+            np.savez(folder / SCALES, **dict(cache.constants))
         layers = {
             result.layer: LayerRecord(result.format.key, result.method, result.shape, result.packed_bytes)
             for result in packer.results
@@ -91,6 +95,7 @@ def build_engine(
             files=(
                 FileRecord.of(folder / ENGINE, sampled=False),
                 FileRecord.of(folder / WEIGHTS, sampled=True),
+                *(FileRecord.of(path, sampled=False) for path in folder.glob(SCALES)),
                 *(FileRecord.of(folder / path.name, sampled=False) for path in source.companions),
             ),
             weight_bytes=weight_bytes,
@@ -142,13 +147,28 @@ def _limits(source: ExportedModel, config: BuildConfig) -> LimitsRecord:
     return LimitsRecord(config.max_batch, config.max_step_tokens, sequence, source.spec.vocab_size)
 
 
-def _cache_groups(source: ExportedModel, cache: CacheFormat, block_size: int) -> tuple[CacheGroupRecord, ...]:
+def _cache_groups(
+    source: ExportedModel, cache: CacheFormat, config: BuildConfig
+) -> tuple[CacheGroupRecord, ...]:
     """QuantizationError where the format cannot hold the model's keys and values."""
     groups = []
     for group in source.spec.cache_groups:
-        values = group.block_shape(block_size)
-        shape, constants = cache.block_shape(values), cache.constant_shape(values)
-        groups.append(CacheGroupRecord(group.kind, group.layers, cache.dtype, block_size, shape, constants))
+        values = group.block_shape(config.block_size)
+        tiers = tuple(
+            TierRecord(tier.dtype, age, tier.block_shape(values))
+            for tier, age in zip(cache.tiers, config.cache_ages, strict=False)
+        )
+        groups.append(
+            CacheGroupRecord(
+                kind=group.kind,
+                layers=group.layers,
+                dtype=cache.dtype,
+                block_size=config.block_size,
+                block_shape=cache.block_shape(values),
+                constant_shape=cache.calibrated.constant_shape(values),
+                tiers=tiers,
+            )
+        )
     return tuple(groups)
 
 

@@ -34,6 +34,8 @@ class BuildConfig:
     max_sequence     tokens of prompt and output; None: the model's, at most 8192
     block_size       tokens of a cache block
     kv_cache         format of the key/value cache, see builder/quant/cache.py; auto: the recipe's
+    cache_ages       of kv_cache tiers: how many newer tokens those of a block have when it becomes int8, and
+                     when it becomes int4
     """
 
     target: str = "ort-cpu"
@@ -49,6 +51,7 @@ class BuildConfig:
     max_sequence: int | None = None
     block_size: int = 16
     kv_cache: str = "auto"
+    cache_ages: tuple[int, int] = (256, 1024)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as the manifest records it."""
@@ -59,6 +62,8 @@ class BuildConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value <= COUNT_MAX:
                 raise BuildError(f"{name} is {value}; it must be between 1 and {COUNT_MAX}")
+        if not 0 < self.cache_ages[0] < self.cache_ages[1] <= COUNT_MAX:
+            raise BuildError(f"cache_ages are {self.cache_ages}; they are tokens, at least 1, and ascend")
         if self.bits is not None and not 1 <= self.bits <= 32:
             raise BuildError(f"bits is {self.bits:g}; weights take 1 to 32")
         if self.evaluate < 0:

@@ -1,4 +1,7 @@
-"""Reading a JSON document into frozen dataclasses, strictly: no missing, unknown or mistyped keys."""
+"""Reading a JSON document into frozen dataclasses, strictly: no missing, unknown or mistyped keys.
+
+Only keys of fields that have a default may be missing.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ def from_json(kind: type[_T], value: object, key: str = "") -> _T:
     if not isinstance(value, dict):
         raise DocumentError(f"{here}: {type(value).__name__} instead of an object")
     hints = typing.get_type_hints(kind)
-    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if missing := [name for name in fields if name not in value]:
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    needed = [name for name, default in fields.items() if default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in value]:
         raise DocumentError(f"{here}: without {', '.join(missing)}")
     if unknown := [name for name in value if name not in fields]:
         raise DocumentError(f"{here}: unknown key {', '.join(map(repr, unknown))}")
     prefix = f"{key}." if key else ""
-    return kind(**{name: _convert(hints[name], value[name], prefix + name) for name in fields})
+    return kind(**{name: _convert(hints[name], value[name], prefix + name) for name in value})
 
 
 def _convert(hint: Any, value: object, key: str) -> Any:

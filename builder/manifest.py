@@ -94,11 +94,22 @@ class QuantizationRecord:
 
 
 @dataclass(frozen=True)
+class TierRecord:
+    """A colder pool of each layer, [blocks, *block_shape] of `dtype`, for blocks whose tokens all have `age`
+    newer ones at least."""
+
+    dtype: str
+    age: int
+    block_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CacheGroupRecord:
     """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`.
 
     `constant_shape`: of what calibration found for each layer, scales or for int4 offsets, which the graph
-    holds; [] where there is none.
+    holds; [] where there is none. `tiers`: pools behind that one, by age; the scales of an int8 one are in
+    cache_scales.npz too, by the cache's name.
     """
 
     kind: str
@@ -107,11 +118,22 @@ class CacheGroupRecord:
     block_size: int
     block_shape: tuple[int, ...]
     constant_shape: tuple[int, ...]
+    tiers: tuple[TierRecord, ...] = ()
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of the group."""
-        return len(self.layers) * math.prod(self.block_shape) * CACHE_BYTES[self.dtype]
+        """Bytes of one block over all layers of the group; with tiers, of the first pool."""
+        return self.pool_bytes[0]
+
+    @property
+    def pools(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """dtype and block shape of each pool of a layer."""
+        return ((self.dtype, self.block_shape), *((tier.dtype, tier.block_shape) for tier in self.tiers))
+
+    @property
+    def pool_bytes(self) -> tuple[int, ...]:
+        """`block_bytes` of each pool."""
+        return tuple(len(self.layers) * math.prod(shape) * CACHE_BYTES[dtype] for dtype, shape in self.pools)
 
     def faults(self, key: str) -> Iterator[str]:
         """What no group can have; `key` is the group's own in the manifest."""
@@ -122,6 +144,20 @@ class CacheGroupRecord:
         elif min(self.layers) < 0:
             yield f"{key}.layers: {min(self.layers)} is no layer"
         yield from _count_fault(f"{key}.block_size", self.block_size)
+        youngest = 1
+        for at, tier in enumerate(self.tiers):
+            if tier.dtype not in CACHE_BYTES:
+                yield f"{key}.tiers[{at}].dtype: {tier.dtype!r} is none of {', '.join(CACHE_BYTES)}"
+            if tier.age < youngest:
+                yield f"{key}.tiers[{at}].age: {tier.age} is less than {youngest}; ages ascend"
+            for axis, size in enumerate(tier.block_shape):
+                yield from _count_fault(f"{key}.tiers[{at}].block_shape[{axis}]", size)
+            if tier.block_shape[:-1] != self.block_shape[:-1]:
+                yield (
+                    f"{key}.tiers[{at}].block_shape: {list(tier.block_shape)} are not rows of the blocks "
+                    f"{list(self.block_shape)} of the first pool"
+                )
+            youngest = tier.age + 1
         for at, size in enumerate(self.block_shape):
             yield from _count_fault(f"{key}.block_shape[{at}]", size)
         if self.kind not in BLOCK_AXES:
@@ -201,9 +237,12 @@ class EngineManifest:
     def rebuild_command(self) -> str:
         """The command that makes this engine again from its exported model."""
         cache = self.config.get("kv_cache", "auto")
+        chosen = "" if cache == "auto" else f" --kv-cache {cache}"
+        if cache == "tiers":
+            chosen += " --cache-ages " + ",".join(map(str, self.config["cache_ages"]))
         return (
             f"rebuild with: enginebay build EXPORTED {{engine}} --target {self.target.name} "
-            f"--quant {self.quantization.recipe}" + ("" if cache == "auto" else f" --kv-cache {cache}")
+            f"--quant {self.quantization.recipe}{chosen}"
         )
 
     def save(self, folder: Path) -> None:

@@ -70,8 +70,8 @@ def quantise(
         batch = calibration_batch(source.folder, vocab, config.calibration)
         calibrated = calibrate(source.model, recipe, batch, scratch, progress)
         result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
-    if cache.constants:
-        result = replace(result, cache_constants=_cache_constants(source, result, cache, config))
+    if cache.calibrated.constants:
+        result = replace(result, cache_constants=_cache_constants(source, result, cache.calibrated, config))
     if config.evaluate:
         batch = _evaluation_batch(source, config)
         result = replace(

@@ -15,11 +15,17 @@ ALLOWED = {
     "plugins": ("plugins",),
     "export": ("export", "plugins.ops"),
     "builder": ("builder", "export.spec", "export.staging", "plugins"),
-    "triton_repo": ("triton_repo", "builder.manifest", "plugins.load", "plugins.ops"),
+    "triton_repo": ("triton_repo", "builder.manifest", "plugins.load", "plugins.load_cache", "plugins.ops"),
     "cli": ("",),
 }
 # Serving must never pull in what only exporting, building or testing needs.
-SERVING = ("triton_repo/runtime", "builder/manifest.py", "plugins/load.py", "plugins/ops.py")
+SERVING = (
+    "triton_repo/runtime",
+    "builder/manifest.py",
+    "plugins/load.py",
+    "plugins/load_cache.py",
+    "plugins/ops.py",
+)
 NOT_WHEN_SERVING = {"torch", "transformers", "onnx", "onnx_ir", "safetensors", "tqdm"}
 
 

@@ -20,6 +20,7 @@ def set_cache_layout(
 ) -> RewriteReport:
     """Sets type and shape of `cache` and `cache_out` of every PagedAttention, and gives it its constants.
 
+    A cache with tiers gets the colder pools as inputs of the graph, cache_int8.L and cache_int4.L.
     The pool's shape is [blocks, 2, block_size, kv_heads, row], or [blocks, block_size, width] of latents.
     `constants`: by the cache's name, float32 as CacheFormat.constant_shape says; none for a format without.
     """
@@ -42,15 +43,34 @@ def set_cache_layout(
         shape = ir.Shape([sizes[0], *cache.block_shape(block)])
         for value in (pool, out):
             value.type, value.shape = kind, shape
-        if cache.constants:
-            assert pool.name is not None
-            _add_constant(graph, node, cache.constants, constants[pool.name])
+        assert pool.name is not None
+        for tier in cache.tiers:
+            _add_pool(graph, node, pool.name, tier, block)
+        if cache.calibrated.constants:
+            _add_constant(graph, node, cache.calibrated.constants, constants[pool.name])
         report.matched += 1
     return report
 
 
+def _add_pool(graph: ir.Graph, node: ir.Node, cache: str, tier: CacheFormat, block: tuple[int, ...]) -> None:
+    """Gives `node` the colder pool cache_int8.L or cache_int4.L, an input of the graph."""
+    pool = ir.Value(
+        name=cache.replace("cache.", f"cache_{tier.name}."),
+        type=ir.TensorType(tier.element),
+        shape=ir.Shape([f"blocks_{tier.name}", *tier.block_shape(block)]),
+    )
+    graph.inputs.append(pool)
+    _set_input(node, f"cache_{tier.name}", pool)
+
+
+def _set_input(node: ir.Node, name: str, value: ir.Value) -> None:
+    index = ops.PAGED_ATTENTION.input_index(name)
+    node.resize_inputs(max(len(node.inputs), index + 1))
+    node.replace_input_with(index, value)
+
+
 def _add_constant(graph: ir.Graph, node: ir.Node, input_name: str, numbers: NDArray[np.float32]) -> None:
-    index, name = ops.PAGED_ATTENTION.input_index(input_name), f"{node.name}.{input_name}"
+    name = f"{node.name}.{input_name}"
     value = ir.Value(
         name=name,
         type=ir.TensorType(ir.DataType.FLOAT),
@@ -58,5 +78,4 @@ def _add_constant(graph: ir.Graph, node: ir.Node, input_name: str, numbers: NDAr
         const_value=ir.tensor(numbers, name=name),
     )
     graph.register_initializer(value)
-    node.resize_inputs(max(len(node.inputs), index + 1))
-    node.replace_input_with(index, value)
+    _set_input(node, input_name, value)

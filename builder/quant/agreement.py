@@ -74,7 +74,13 @@ class _Engine:
         self._binding: Any = self._session.io_binding()
         self._block_size, self._pools = block_size, []
         for value in self._session.get_inputs():
-            if value.name.startswith("cache."):
+            if value.name.startswith("cache_"):  # a colder pool, which a fresh step reads nothing of
+                storage, element = _CACHE_TYPES[value.type]
+                self._pools.append(np.zeros((1, *value.shape[1:]), storage))
+                self._binding.bind_ortvalue_input(
+                    value.name, ort.OrtValue.ortvalue_from_numpy_with_onnx_type(self._pools[-1], element)
+                )
+            elif value.name.startswith("cache."):
                 storage, element = _CACHE_TYPES[value.type]
                 pool = np.zeros((-(-tokens // block_size), *value.shape[1:]), storage)
                 bound = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element)

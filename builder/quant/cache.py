@@ -24,6 +24,7 @@ class CacheFormat:
               of 8 bits, cache_offsets of int4; "": none
     largest   code, where there are scales
     headroom  how many times the largest value that calibration saw a scale reaches, at least
+    colder    formats that blocks take as they age
     choices   scales from there on, over `octaves`, to choose from by the squares of what rounding changes
     """
 
@@ -36,12 +37,25 @@ class CacheFormat:
     headroom: float = 1.0
     choices: int = 1
     octaves: float = 1.0
+    colder: tuple[str, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[CacheFormat, ...]:
+        """Formats of the colder pools."""
+        return tuple(CACHES[name] for name in self.colder)
+
+    @property
+    def calibrated(self) -> CacheFormat:
+        """The format whose constants the engine needs: its own, or those of the one that blocks age to."""
+        return self.tiers[0] if self.colder else self
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a block in elements of the pool; `shape` is that of its values.
 
         QuantizationError where the format cannot hold such a block.
         """
+        for tier in self.tiers:
+            tier.block_shape(shape)
         if len(shape) != 4 and self.constants:
             raise QuantizationError(
                 f"kv cache {self.name}: this model caches latents, which are kept in floats: "
@@ -88,22 +102,20 @@ CACHES: dict[str, CacheFormat] = {
             ir.DataType.UINT8,
             constants="cache_offsets",
         ),
+        CacheFormat(
+            "tiers",
+            "float16 for the newest tokens, then int8, then int4",
+            "float16",
+            ir.DataType.FLOAT16,
+            colder=("int8", "int4"),
+        ),
     )
-}
-
-# Part of the plan, not of this version: the reason is what a user is told.
-PLANNED: dict[str, str] = {
-    "tiers": "the kernels read and convert blocks of 16 bits, int8 and int4, but the runtime does not yet "
-    "move them as they age",
 }
 
 
 def find_cache(name: str, default: str) -> CacheFormat:
-    """The format called `name`, or `default` for auto; QuantizationError with the reason, or listing what
-    there is, otherwise."""
+    """The format called `name`, or `default` for auto; QuantizationError listing what there is otherwise."""
     chosen = default if name == AUTO else name
-    if chosen in PLANNED:
-        raise QuantizationError(f"kv cache {chosen} is not available yet: {PLANNED[chosen]}")
     if chosen not in CACHES:
         raise QuantizationError(f"kv cache '{chosen}' is unknown; there are {AUTO}, {', '.join(CACHES)}")
     return CACHES[chosen]

@@ -51,10 +51,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"of the key/value cache: {caches}; auto: the recipe's (default {default.kv_cache})",
     )  # fmt: skip
     parser.add_argument(
+        "--cache-ages", type=_two_numbers, default=default.cache_ages, metavar="N,N",
+        help="of --kv-cache tiers: how many newer tokens there are when blocks become int8, and when they "
+        "become int4 (default {},{})".format(*default.cache_ages),
+    )  # fmt: skip
+    parser.add_argument(
         "--check-only", action="store_true", help="check the options alone: read and write nothing"
     )
     parser.add_argument("--keep", action="store_true", help="do nothing where OUT is this engine already")
     parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
+
+
+def _two_numbers(text: str) -> tuple[int, int]:
+    first, second = map(int, text.split(","))
+    return first, second
 
 
 def _configure_weights(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         max_step_tokens=args.max_step_tokens,
         max_sequence=args.max_sequence,
         kv_cache=args.kv_cache,
+        cache_ages=args.cache_ages,
     )
     if args.check_only:
         choose(config)

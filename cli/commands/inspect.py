@@ -76,6 +76,10 @@ def engine_lines(manifest: EngineManifest) -> dict[str, str]:
         "weights": f"{manifest.weight_bytes / 1e6:.1f} MB",
         "cache": ", ".join(
             f"{group.kind} {group.dtype}, {group.block_bytes // group.block_size:,} bytes a token"
+            + "".join(
+                f"; from an age of {tier.age:,} on {tier.dtype}, {size // group.block_size:,}"
+                for tier, size in zip(group.tiers, group.pool_bytes[1:], strict=True)
+            )
             for group in manifest.cache_groups
         ),
         "limits": f"{limits.max_batch} sequences, {limits.max_step_tokens} tokens a step, "

@@ -286,8 +286,6 @@ def test_unknown_names_are_answered_with_the_known(exported, tmp_path):
         build_engine(source, tmp_path / "engine", BuildConfig(quant="int3"))
     with pytest.raises(QuantizationError, match="kv cache 'int3' is unknown; there are auto, fp32"):
         build_engine(source, tmp_path / "engine", BuildConfig(kv_cache="int3"))
-    with pytest.raises(QuantizationError, match="kv cache tiers is not available yet: "):
-        build_engine(source, tmp_path / "engine", BuildConfig(kv_cache="tiers"))
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_options_are_checked_before_there_is_anything_to_build(
         (["--quant", "int8", "--block", "64"], "recipe int8 has no int4 or fp8 layers"),
         (["--target", "abacus"], "target 'abacus' is unknown"),
         (["--kv-cache", "int3"], "kv cache 'int3' is unknown; there are auto, fp32"),
-        (["--kv-cache", "tiers"], "kv cache tiers is not available yet"),
+        (["--kv-cache", "tiers", "--cache-ages", "64,64"], "cache_ages are (64, 64)"),
         (["--max-batch", "0"], "max_batch is 0"),
     ):
         assert main([*check, *options]) == 1

@@ -136,6 +136,8 @@ class Batcher:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         assert plan.chunks, "requests are live but nothing can be computed"
+        if plan.moves:
+            self._engine.move(plan.moves)
         results = self._compute(plan)
         outputs = self._commit(plan, results, time.perf_counter())
         failed = all(isinstance(result, str) for result in results)
@@ -156,7 +158,7 @@ class Batcher:
             **vars(self.scheduler.counters),
             running=running,
             waiting=self.live - running,
-            cache_blocks=self.scheduler.pool.usable,
+            cache_blocks=self.scheduler.pool.total,
             cache_blocks_used=self.scheduler.pool.held,
         )
 

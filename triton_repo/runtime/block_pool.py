@@ -31,8 +31,13 @@ class BlockPool:
         return len(self._plain) + len(self._cached)
 
     @property
+    def total(self) -> int:
+        """Blocks that can be in use at once."""
+        return self.usable
+
+    @property
     def held(self) -> int:
-        """Blocks with at least one holder."""
+        """Blocks with at least one holder, of `total`."""
         return self.usable - self.free
 
     def references(self, block: int) -> int:
@@ -81,6 +86,10 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         """The block whose content has this digest."""
         return self._by_digest.get(digest)
+
+    def digest(self, block: int) -> bytes | None:
+        """What the block can be found by."""
+        return self._digests[block]
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Makes the content of these blocks unfindable: it is not to be trusted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Move = tuple[int, int]  # of a cache block: from and to, block ids of different pools
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A colder cache pool: `num_blocks` of it, for blocks whose tokens all have `age` newer ones at least."""
+
+    num_blocks: int
+    age: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class EngineLimits:
     # Where not 0: a sequence that knows more tokens than this reads another RoPE table, by positions shifted
     # by this much, and what it computed before is of no use to it.
     rope_switch: int = 0
+    tiers: tuple[Tier, ...] = ()  # pools behind that one, ages ascending; block ids count on through them
 
 
 @dataclass(frozen=True)
@@ -48,4 +59,8 @@ class Engine(Protocol):
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Logits [R, vocab] of the rows in `logits_index`. Writes this step's keys and values into the
         pools. The array is valid until the next call."""
+        ...
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Converts cache blocks to other pools, one move after the other. Only with `limits.tiers`."""
         ...

@@ -8,12 +8,13 @@ are computed. Full blocks are never written again, so sharing copies nothing.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from enginebay.triton_repo.runtime.block_pool import BlockPool
-from enginebay.triton_repo.runtime.engine import Int32
+from enginebay.triton_repo.runtime.engine import Int32, Move
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class BlockTable:
         self.length = 0
         self.published = 0  # leading blocks that are in the prefix cache, or whose twin is
         self.digests: list[bytes] = []
+        self.computed = 0  # tokens, where the cache has tiers
+        self.aged: dict[int, int] = {}  # by tier: leading blocks in it or a colder one
         self.namespace = namespace
         self._root = namespace.root()
 
@@ -65,7 +68,8 @@ class BlockTable:
     def clear(self) -> None:
         """Drops the blocks. The digests stay: the tokens have not changed. So do views given out."""
         self._blocks = np.zeros_like(self._blocks)
-        self.length = self.published = 0
+        self.length = self.published = self.computed = 0
+        self.aged = {}
 
     def extend_digests(self, tokens: Int32, count: int, block_size: int) -> None:
         """Makes sure that the digests of the first `count` blocks of `tokens` are known."""
@@ -85,6 +89,25 @@ class KVManager:
         self.pool = pool
         self.block_size = block_size
         self._prefix_caching = prefix_caching
+        self.chunk_tokens = sys.maxsize  # of one sequence in a step, at most
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence may hold in the cache."""
+        return self.pool.usable * self.block_size
+
+    def owed(self, table: BlockTable, tokens: int) -> int:
+        """Free blocks that a running sequence will take for this many tokens in all."""
+        return self.blocks_for(tokens) - table.length
+
+    def needs(self, hits: list[int], tokens: int) -> int:
+        """Free blocks that a sequence with these hits takes for this many tokens in all."""
+        revived = sum(self.pool.references(block) == 0 for block in hits)
+        return self.blocks_for(tokens) - len(hits) + revived
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Blocks to convert before the next step; none where the cache is one pool."""
+        return ()
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold this many tokens."""

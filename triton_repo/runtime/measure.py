@@ -17,6 +17,7 @@ from enginebay.triton_repo.runtime.machine import peak_rss, reset_peak_rss
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 from enginebay.triton_repo.runtime.request import Output, Request, SamplingParams
 from enginebay.triton_repo.runtime.scheduler import SchedulerConfig
+from enginebay.triton_repo.runtime.tiers import sequence_blocks
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ def bench_engine(
     for batch in batches:
         if not 1 <= batch <= limits.max_batch:
             raise ValueError(f"batch {batch} is outside this engine's 1 to {limits.max_batch}")
-        blocks = batch * -(-(prompt + new) // limits.block_size)
-        if blocks > limits.num_blocks:
-            raise ValueError(
-                f"batch {batch} of {prompt} + {new} tokens needs {blocks} cache blocks, the pool has "
-                f"{limits.num_blocks}: allow more cache memory"
-            )
+        pools = (limits.num_blocks, *(tier.num_blocks for tier in limits.tiers))
+        for size, needed in zip(pools, sequence_blocks(limits, prompt + new), strict=True):
+            if batch * needed > size:
+                raise ValueError(
+                    f"batch {batch} of {prompt} + {new} tokens needs {batch * needed} cache blocks, the pool "
+                    f"has {size}: allow more cache memory"
+                )
     rows = []
     measure_once(engine, batches[0], min(prompt, 16), 2)  # caches and memory arenas warm up
     for number, batch in enumerate(batches):

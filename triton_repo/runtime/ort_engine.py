@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,19 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from enginebay.builder.manifest import EngineManifest, RuntimeFacts
+from enginebay.builder.manifest import CacheGroupRecord, EngineManifest, RuntimeFacts
 from enginebay.plugins import ops
 from enginebay.plugins.load import KernelLibrary, library_hash
-from enginebay.triton_repo.runtime.engine import EngineLimits, StepInputs
+from enginebay.plugins.load_cache import convert_cache
+from enginebay.triton_repo.runtime.engine import EngineLimits, Move, StepInputs, Tier
 from enginebay.triton_repo.runtime.machine import available_memory, usable_cpus
+from enginebay.triton_repo.runtime.tiers import least_blocks, move_batches
 
 _log = logging.getLogger(__name__)
 
 _GRAPH = "engine.onnx"
+_SCALES = "cache_scales.npz"  # of int8 pools that blocks are converted to
+_TIER_SHARES = (0.25, 0.25, 0.5)  # of the budget: float16, int8, int4
 _MOST_CACHE_BYTES = 4 << 30  # of the default budget
 _SPIN_US = 50  # that an idle thread waits busily before it sleeps
 _STEP_INPUTS = {
@@ -54,7 +58,7 @@ class EngineOptions:
     threads       of the kernels; None: every core this process may use
     spinning      idle threads wait busily between steps too: wasteful beside a server
     cache_bytes   for the cache pools; None: a quarter of the memory available, 4 GiB at most
-    num_blocks    of the pools, instead of `cache_bytes`
+    num_blocks    of the pools, instead of `cache_bytes`; with tiers of each
     """
 
     threads: int | None = None
@@ -83,28 +87,41 @@ class OrtEngine:
             raise EngineLoadError(f"{folder}: cache groups {kinds}; this runtime serves one, paged or latent")
         group = self.manifest.cache_groups[0]
         limits = self.manifest.limits
+        sizes = _block_counts(self.manifest, options)
         self._limits = EngineLimits(
             vocab_size=limits.vocab_size,
             max_sequence=limits.max_sequence,
             max_batch=limits.max_batch,
             max_step_tokens=limits.max_step_tokens,
             block_size=group.block_size,
-            num_blocks=_block_count(self.manifest, options),
+            num_blocks=sizes[0],
             rope_switch=_rope_switch(self.manifest.model),
+            tiers=tuple(Tier(size, tier.age) for size, tier in zip(sizes[1:], group.tiers, strict=True)),
         )
+        _check_tiers(folder, self._limits, group)
+        self._library = library
         self._session = _session(folder / _GRAPH, library.path, options)
         self._layers = group.layers
+        self._tier_names = [f"cache_{tier.dtype}" for tier in group.tiers]
         self._check_signature(folder / _GRAPH)
-        storage, element_type = _CACHE_TYPES[group.dtype]
-        shape = (self._limits.num_blocks, *group.block_shape)
         # np.zeros takes pages from the system as they are first written.
-        self._pools: list[NDArray[Any]] = [np.zeros(shape, storage) for _ in group.layers]
+        self._tiers: list[list[NDArray[Any]]] = [
+            [np.zeros((size, *shape), _CACHE_TYPES[dtype][0]) for _ in group.layers]
+            for size, (dtype, shape) in zip(sizes, group.pools, strict=True)
+        ]
+        self._pools = self._tiers[0]
+        self._scales = _scales(folder, group)
         self._logits: NDArray[np.float32] = np.empty((limits.max_batch, limits.vocab_size), np.float32)
         self._binding = self._session.io_binding()
+        element_type = _CACHE_TYPES[group.dtype][1]
         for layer, pool in zip(self._layers, self._pools, strict=True):
             value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element_type)
             self._binding.bind_ortvalue_input(f"cache.{layer}", value)
             self._binding.bind_ortvalue_output(f"cache_out.{layer}", value)
+        for name, tier, pools in zip(self._tier_names, group.tiers, self._tiers[1:], strict=True):
+            for layer, pool in zip(self._layers, pools, strict=True):
+                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, _CACHE_TYPES[tier.dtype][1])
+                self._binding.bind_ortvalue_input(f"{name}.{layer}", value)
         self._probe(folder / _GRAPH)
 
     @property
@@ -125,9 +142,17 @@ class OrtEngine:
         self._session.run_with_iobinding(binding)
         return logits
 
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `Engine.move`."""
+        for source, into, pairs in move_batches(moves, [len(pools[0]) for pools in self._tiers]):
+            for index in range(len(self._layers)):
+                pools = self._tiers[source][index], self._tiers[into][index]
+                scaled = any(pool.dtype == np.int8 for pool in pools)
+                convert_cache(self._library, *pools, pairs, self._scales[index] if scaled else None)
+
     def _check_signature(self, path: Path) -> None:
         """Refuses a graph whose inputs or outputs are not those of docs/ARCHITECTURE.md."""
-        caches = [f"cache.{layer}" for layer in self._layers]
+        caches = [f"{name}.{layer}" for name in ("cache", *self._tier_names) for layer in self._layers]
         outputs = [f"cache_out.{layer}" for layer in self._layers]
         for what, found, expected in (
             ("inputs", self._session.get_inputs(), {*_STEP_INPUTS, *caches}),
@@ -204,23 +229,50 @@ def _rope_switch(model: Mapping[str, Any]) -> int:
     return next((int(rope["original_positions"]) for rope in switching), 0)
 
 
-def _block_count(manifest: EngineManifest, options: EngineOptions) -> int:
+def _block_counts(manifest: EngineManifest, options: EngineOptions) -> list[int]:
+    """Of every pool: as `num_blocks` says, or the budget, of which each pool has its share."""
     group, limits = manifest.cache_groups[0], manifest.limits
     if options.num_blocks is not None:
-        blocks = options.num_blocks
+        blocks = [options.num_blocks] * len(group.pool_bytes)
     else:
         budget = options.cache_bytes
         if budget is None:
             budget = min(available_memory() // 4, _MOST_CACHE_BYTES)
         # More than every sequence at its longest is never used.
         most = limits.max_batch * -(-limits.max_sequence // group.block_size)
-        blocks = min(budget // group.block_bytes, most)
-    if blocks < 1:
+        shares = _TIER_SHARES if group.tiers else (1.0,)
+        blocks = [
+            min(int(budget * share) // size, most)
+            for share, size in zip(shares, group.pool_bytes, strict=True)
+        ]
+    if blocks[0] < 1:
         raise EngineLoadError(
-            f"the cache budget of {options.cache_bytes if options.num_blocks is None else blocks} holds no "
-            f"block of {group.block_bytes} bytes ({group.block_size} tokens over {len(group.layers)} layers)"
+            f"the cache budget of {options.cache_bytes if options.num_blocks is None else blocks[0]} holds "
+            f"no block of {group.block_bytes} bytes ({group.block_size} tokens over {len(group.layers)} "
+            "layers)"
         )
     return blocks
+
+
+def _check_tiers(folder: Path, limits: EngineLimits, group: CacheGroupRecord) -> None:
+    """Refuses pools that a sequence at its longest does not find room in."""
+    if not limits.tiers:
+        return
+    sizes = [limits.num_blocks, *(tier.num_blocks for tier in limits.tiers)]
+    for (dtype, _), size, least in zip(group.pools, sizes, least_blocks(limits), strict=True):
+        if size < least:
+            raise EngineLoadError(
+                f"{folder}: the {dtype} cache pool has {size} blocks of {limits.block_size} tokens, a "
+                f"sequence needs {least}: allow more cache memory, or build with lower cache_ages"
+            )
+
+
+def _scales(folder: Path, group: CacheGroupRecord) -> list[NDArray[np.float32]]:
+    """[2, Hkv, D] of each layer where the cache has tiers."""
+    if not group.tiers:
+        return []
+    with np.load(folder / _SCALES) as file:
+        return [file[f"cache.{layer}"] for layer in group.layers]
 
 
 def _session(graph: Path, library: Path, options: EngineOptions) -> ort.InferenceSession:

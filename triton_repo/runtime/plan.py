@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from enginebay.triton_repo.runtime.engine import Int32
+from enginebay.triton_repo.runtime.engine import Int32, Move
 from enginebay.triton_repo.runtime.sequence import Sequence
 
 
@@ -30,9 +30,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: at most one chunk of each sequence."""
+    """One step: at most one chunk of each sequence, and the cache blocks to convert before it runs."""
 
     chunks: tuple[Chunk, ...]
+    moves: tuple[Move, ...] = ()
 
     @property
     def tokens(self) -> int:

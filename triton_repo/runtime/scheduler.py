@@ -18,6 +18,7 @@ from enginebay.triton_repo.runtime.kv_manager import KVManager, Namespace
 from enginebay.triton_repo.runtime.plan import Chunk, StepPlan
 from enginebay.triton_repo.runtime.request import FinishReason, Request
 from enginebay.triton_repo.runtime.sequence import Sequence, Status
+from enginebay.triton_repo.runtime.tiers import TieredKV
 
 # Enough rows to keep matrix products busy, few enough that decoding waits for a prefill only briefly.
 STEP_TOKENS = 256
@@ -59,6 +60,13 @@ class SchedulerCounters:
     preemptions: int = 0
 
 
+def _kv_manager(limits: EngineLimits, config: SchedulerConfig, step_tokens: int) -> KVManager:
+    reserved, caching = config.reserved_blocks, config.prefix_caching
+    if limits.tiers:
+        return TieredKV(limits, step_tokens, reserved, prefix_caching=caching)
+    return KVManager(BlockPool(limits.num_blocks, reserved), limits.block_size, prefix_caching=caching)
+
+
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
 
@@ -73,14 +81,14 @@ class Scheduler:
         self, limits: EngineLimits, config: SchedulerConfig, eos_ids: frozenset[int] = frozenset()
     ) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, config.reserved_blocks)
-        self.kv = KVManager(self.pool, limits.block_size, prefix_caching=config.prefix_caching)
         step_tokens = config.max_step_tokens or max(STEP_TOKENS, limits.max_batch)
         self.max_step_tokens = min(step_tokens, limits.max_step_tokens)
         # Every running sequence gets a token in every step, so there are never more of them than tokens.
         self.max_batch = min(config.max_batch or limits.max_batch, limits.max_batch, self.max_step_tokens)
         if self.max_batch < 1 or config.priority_stride < 0:
             raise ValueError(f"{config} leaves room for {self.max_batch} sequences in a step")
+        self.kv = _kv_manager(limits, config, self.max_step_tokens)
+        self.pool = self.kv.pool
         self.counters = SchedulerCounters()
         self._stride = config.priority_stride
         self._eos_ids = eos_ids
@@ -92,7 +100,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens that one sequence may hold in the cache."""
-        return self.pool.usable * self.limits.block_size
+        return self.kv.capacity
 
     @property
     def running(self) -> Items[Sequence]:
@@ -151,7 +159,7 @@ class Scheduler:
         for sequence in (*decoding, *catching_up):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one of the others
-            count = min(sequence.pending, budget)
+            count = min(sequence.pending, budget, self.kv.chunk_tokens)
             if count == 0:
                 continue
             while not self.kv.grow(sequence.table, sequence.computed + count):
@@ -164,7 +172,7 @@ class Scheduler:
                 budget -= count
         if self.counters.preemptions == preemptions:
             self._start_waiting(chunks, budget)
-        return StepPlan(tuple(chunks.values()))
+        return StepPlan(tuple(chunks.values()), self.kv.take_moves())
 
     def commit(self, plan: StepPlan, sampled: Items[Items[int]]) -> tuple[TokenEvent, ...]:
         """Takes in what a step computed: for each chunk the tokens accepted, at most `chunk.samples` of them.
@@ -226,22 +234,20 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.max_batch or budget == 0:
             return
         # What the running ones still need for the tokens they know is not to be given away.
-        promised = sum(self.kv.blocks_for(s.known) - s.table.length for s in self._running)
+        promised = sum(self.kv.owed(s.table, s.known) for s in self._running)
         while self._waiting and len(self._running) < self.max_batch and budget > 0:
             sequence = self._waiting[0]
             hits = self.kv.match(sequence.table, sequence.tokens)
             # A block of headroom, so that it is not preempted as soon as it has started.
             goal = min(sequence.known + self.limits.block_size, sequence.cache_limit)
-            needed = self.kv.blocks_for(goal) - len(hits)
-            revived = sum(self.pool.references(block) == 0 for block in hits)
-            if needed + revived + promised > self.pool.free:
+            if self.kv.needs(hits, goal) + promised > self.pool.free:
                 return
             self._waiting.pop(0)
             self._start(sequence, hits)
-            count = min(sequence.pending, budget)
+            count = min(sequence.pending, budget, self.kv.chunk_tokens)
             grown = self.kv.grow(sequence.table, sequence.computed + count)
             assert grown, "the pool has fewer blocks than it said"
-            promised += self.kv.blocks_for(sequence.known) - sequence.table.length
+            promised += self.kv.owed(sequence.table, sequence.known)
             chunks[sequence] = self._chunk(sequence, count)
             budget -= count
 

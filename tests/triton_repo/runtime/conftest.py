@@ -17,13 +17,14 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
     root = tmp_path_factory.mktemp("tiny")
     exported = export_tiny(root / "plain")
     wide = export_tiny(root / "wide", model=WIDE)
-    built: dict[tuple[str, str], Path] = {}
+    built: dict[tuple[str, str, bool], Path] = {}
 
-    def folder(quant: str, cache: str = "auto") -> Path:
-        key = (quant, cache)
+    def folder(quant: str, cache: str = "auto", *, wider: bool = False) -> Path:
+        wider = wider or cache in ("int4", "tiers")
+        key = (quant, cache, wider)
         if key not in built:
             built[key] = build_tiny(
-                wide if cache == "int4" else exported, root / f"{quant}-{cache}", quant, cache
+                wide if wider else exported, root / f"{quant}-{cache}-{wider}", quant, cache
             )
         return built[key]
 

@@ -49,6 +49,7 @@ class Driver:
         plan = self.scheduler.schedule()
         self.scheduler.check()
         self.plans.append(plan)
+        self.engine.move(plan.moves)
         if not plan.chunks:
             return plan
         assert plan.tokens <= self.scheduler.max_step_tokens

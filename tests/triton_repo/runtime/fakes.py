@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from enginebay.triton_repo.runtime.engine import EngineLimits, StepInputs
+from enginebay.triton_repo.runtime.engine import EngineLimits, Move, StepInputs
 from enginebay.triton_repo.runtime.request import Output
 
 LIMITS = EngineLimits(
@@ -26,9 +26,10 @@ class HashEngine:
 
     def __init__(self, limits: EngineLimits = LIMITS) -> None:
         self.limits = limits
-        slots = limits.num_blocks * limits.block_size
+        self._blocks = limits.num_blocks + sum(tier.num_blocks for tier in limits.tiers)
+        slots = self._blocks * limits.block_size
         self.cache = np.full((slots, 2), -7, np.int64)
-        self.steps = 0
+        self.steps = self.moved = 0
         self.before_step: Callable[[StepInputs], None] = lambda inputs: None
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -43,6 +44,14 @@ class HashEngine:
             logits[index] = self._row(inputs, int(row))
         return logits
 
+    def move(self, moves: Sequence[Move]) -> None:
+        blocks = self.cache.reshape(self._blocks, self.limits.block_size, 2)
+        for source, destination in moves:
+            assert self.limits.num_blocks <= destination
+            assert source < destination
+            blocks[destination] = blocks[source]
+            self.moved += 1
+
     def _validate(self, inputs: StepInputs) -> None:
         limits = self.limits
         for array in vars(inputs).values():
@@ -56,7 +65,8 @@ class HashEngine:
         assert np.all(np.diff(inputs.query_start) > 0)
         assert len(set(inputs.slot_mapping.tolist())) == total, "two tokens write one slot"
         assert inputs.block_table.min() >= 0
-        assert inputs.block_table.max() < limits.num_blocks
+        assert inputs.block_table.max() < self._blocks
+        assert inputs.slot_mapping.max() < limits.num_blocks * limits.block_size
         assert np.all(inputs.kv_len <= limits.max_sequence)
         if limits.rope_switch:  # a sequence computes all its tokens with one table, the one for its length
             long = inputs.position_ids[inputs.query_start[:-1]] >= limits.rope_switch

@@ -15,6 +15,7 @@ from enginebay.export.exporter import export_model
 VOCAB = 160
 MODEL = TinyLlama(hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=VOCAB)
 WIDE = replace(MODEL, heads=2, kv_heads=1, head_dim=32)  # INT4 caches take 32 values at a time
+AGES = (20, 48)  # of kv_cache tiers
 
 
 def export_tiny(folder: Path, seed: int = 0, model: TinyLlama = MODEL) -> Path:
@@ -43,6 +44,8 @@ def export_tiny(folder: Path, seed: int = 0, model: TinyLlama = MODEL) -> Path:
 def build_tiny(exported: Path, out: Path, quant: str, cache: str = "auto") -> Path:
     """An engine folder with small limits."""
     tokens = CalibrationConfig(exported.parent / "tokens.npy")
-    config = BuildConfig(quant=quant, calibration=tokens, max_batch=8, max_step_tokens=96, kv_cache=cache)
+    config = BuildConfig(
+        quant=quant, calibration=tokens, max_batch=8, max_step_tokens=96, kv_cache=cache, cache_ages=AGES
+    )
     build_engine(exported, out, config)
     return out
