@@ -146,12 +146,22 @@ def test_the_manifest_says_what_the_pools_hold(exported, tmp_path):
             np.testing.assert_array_equal(file[name], scales)
     assert "cache_scales.npz" in [record.name for record in manifest.files]
     assert "from an age of 18 on int4" in engine_lines(manifest)["cache"]
+    assert "--kv-cache tiers --cache-ages 6,18" in manifest.rebuild_command
     path = tmp_path / "engine" / "manifest.json"
     document = json.loads(path.read_text())
     document["cache_groups"][0]["tiers"][1]["age"] = 6
     path.write_text(json.dumps(document))
     with pytest.raises(ManifestError, match=r"tiers\[1\]\.age: 6 is less than 7; ages ascend"):
         EngineManifest.load(tmp_path / "engine")
+
+
+def test_engines_from_before_tiers_load(exported, tmp_path):
+    built(exported(), tmp_path / "engine", "fp16")
+    path = tmp_path / "engine" / "manifest.json"
+    document = json.loads(path.read_text())
+    assert document["cache_groups"][0].pop("tiers") == []
+    path.write_text(json.dumps(document))
+    assert OrtEngine(tmp_path / "engine", EngineOptions(num_blocks=4)).limits.tiers == ()
 
 
 def test_pools_take_their_shares_of_the_budget(exported, tmp_path):
