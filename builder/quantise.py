@@ -17,6 +17,7 @@ from enginebay.builder.quant.cache_scales import Constants, StoredCaches, find_c
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
 from enginebay.builder.quant.interpreter import Batch
+from enginebay.builder.quant.overrides import check_overrides
 from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.search import Mix, search
@@ -54,9 +55,10 @@ def quantise(
 ) -> Quantised:
     """Quantises the weights of `source` by `recipe`: edits its graph where channel scales fold, leaves
     results in `scratch`; finds the constants of `cache` as the quantised weights fill it. QuantizationError
-    for a budget that cannot be met and for what calibration refuses."""
+    for a budget that cannot be met, an override that no layer answers to and for what calibration refuses."""
     vocab = source.spec.vocab_size
     ShapeInferencePass()(source.model)
+    check_overrides(source.model.graph, config.overrides)
     result = Quantised(recipe, RoundToNearest())
     if config.bits is not None:
         batch = calibration_batch(

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import pydoc_data.topics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import Batch
-
-FILE_BYTES_MAX = 256 << 20
+from enginebay.builder.quant.source_file import read_text, read_tokens
 
 
 @dataclass(frozen=True)
 class CalibrationConfig:
     """Which tokens calibration sees.
 
-    source     a text file (.txt, .md), a token file (.json: a list of lists of ids; .npy: integers
-               [sequences, length]), or None: the first half of Python's help topics, in English prose
+    source     a text file (.txt, .md) of 32 MiB at most, a token file (.json: a list of lists of ids, 32 MiB;
+               .npy: integers [sequences, length], 256 MiB), or None: the first half of Python's help topics,
+               in English prose
     sequences  at most this many, spread evenly over the text
     length     tokens of a sequence
     """
@@ -54,8 +51,9 @@ def calibration_batch(folder: Path, vocab_size: int, config: CalibrationConfig) 
     """
     source = config.source
     if source is not None and source.suffix in (".json", ".npy"):
-        return Batch(_checked(_token_file(source), vocab_size, str(source), config))
-    text = default_text(0) if source is None else _read(source).decode("utf-8", errors="replace")
+        tokens = read_tokens(source, config.sequences, config.length)
+        return Batch(_checked(tokens, vocab_size, str(source), config))
+    text = default_text(0) if source is None else read_text(source)
     return text_batch(
         folder, vocab_size, text, config, "Python's help topics" if source is None else str(source)
     )
@@ -78,39 +76,6 @@ def text_batch(folder: Path, vocab_size: int, text: str, config: CalibrationConf
     stride = len(ids) // count
     windows = [ids[i * stride : i * stride + min(config.length, stride)] for i in range(count)]
     return Batch(_checked(windows, vocab_size, name, config))
-
-
-def _token_file(path: Path) -> Sequence[Sequence[int]]:
-    data = _read(path)
-    if path.suffix == ".npy":
-        try:
-            array = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise QuantizationError(f"{path}: not an array of integers: {error}") from error
-        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise QuantizationError(
-                f"{path}: {array.dtype} {list(array.shape)}, not integers [sequences, length]"
-            )
-        sequences: list[list[int]] = array.tolist()
-        return sequences
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise QuantizationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, list) or not all(
-        isinstance(s, list) and all(type(token) is int for token in s) for s in document
-    ):
-        raise QuantizationError(f"{path}: not a list of lists of token ids")
-    return document
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            raise QuantizationError(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; give an excerpt")
-        return path.read_bytes()
-    except OSError as error:
-        raise QuantizationError(f"calibration source {path} cannot be read: {error.strerror}") from error
 
 
 def _checked(
