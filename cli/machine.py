@@ -61,10 +61,13 @@ def plugin_library() -> Finding:
     try:
         library = KernelLibrary()
     except (OSError, ValueError, RuntimeError) as error:
-        return Finding(
-            "plugin library", ok=False, detail=str(error), needed_for="ort-cpu", fix="make plugins"
-        )
+        return _library_fault("plugin library", error)
     return Finding("plugin library", True, str(library.path), "ort-cpu")
+
+
+def _library_fault(name: str, error: Exception) -> Finding:
+    fix = "unset ENGINEBAY_ISA" if "ENGINEBAY_ISA=" in str(error) else "make plugins"
+    return Finding(name, ok=False, detail=str(error), needed_for="ort-cpu", fix=fix)
 
 
 def cpu_kernels() -> Finding:
@@ -78,7 +81,7 @@ def cpu_kernels() -> Finding:
             "int8": library.linear_kernels(format="i8", block_size=128, symmetric=True),
         }
     except (OSError, ValueError, RuntimeError) as error:
-        return Finding("CPU kernels", ok=False, detail=str(error), needed_for="ort-cpu", fix="make plugins")
+        return _library_fault("CPU kernels", error)
     detail = "; ".join(f"{kind}: {words}" for kind, words in chosen.items())
     return Finding("CPU kernels", ok=True, detail=detail, needed_for="ort-cpu")
 

@@ -119,7 +119,7 @@ def test_headers_that_lie_are_refused(tmp_path, old, new, words):
 
 def test_a_cut_array_is_refused_wherever_it_ends(tmp_path):
     whole = npy(tmp_path, np.zeros((4, 4), "i4")).read_bytes()
-    for end in (*range(0, 20), 127, 128, 129, len(whole) - 1):
+    for end in (*range(20), 127, 128, 129, len(whole) - 1):
         (tmp_path / "t.npy").write_bytes(whole[:end])
         with pytest.raises(QuantizationError, match=r"t\.npy: "):
             read_tokens(tmp_path / "t.npy", 4, 4)

@@ -95,3 +95,15 @@ def test_doctor_says_what_is_missing_and_how_to_mend_it(tmp_path: Path) -> None:
     assert without.returncode == 1
     assert "absent.so" in without.stdout
     assert "make plugins" in without.stdout
+
+
+def test_a_wrong_isa_is_said_at_load_and_by_doctor(engine: Path) -> None:
+    words = "ENGINEBAY_ISA=nonsense is not one of baseline, avx2"
+    generate = enginebay("generate", str(engine), "hello", ENGINEBAY_ISA="nonsense")
+    assert generate.returncode == 1
+    assert generate.stderr.startswith(f"enginebay: {words}")
+    doctor = enginebay("doctor", "--json", ENGINEBAY_ISA="nonsense")
+    assert doctor.returncode == 1
+    findings = {finding["name"]: finding for finding in json.loads(doctor.stdout)["findings"]}
+    assert findings["plugin library"]["detail"].startswith(words)
+    assert findings["plugin library"]["fix"] == "unset ENGINEBAY_ISA"
