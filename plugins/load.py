@@ -173,18 +173,15 @@ class KernelLibrary:
         self.declare(_SIGNATURES)
         self._library.eb_quant_linear_layout.restype = c_char_p
         self._parallel_for = _PARALLEL_FOR(self._run_on_threads)
-        self._check_level()
+        one = np.ones(
+            (1, 1), np.float32
+        )  # every kernel refuses a wrong ENGINEBAY_ISA: the smallest does it now
+        self.run_add_rms_norm(one, one, one[0], 0.0)
 
     def declare(self, signatures: Mapping[str, tuple[Any, ...]]) -> None:
         """Argument types of entry points, after the context and the descriptor that all of them take."""
         for name, arguments in signatures.items():
             getattr(self._library, name).argtypes = (c_void_p, c_void_p, *arguments)
-
-    def _check_level(self) -> None:
-        """PluginError where ENGINEBAY_ISA asks for what is unknown or this processor lacks. Every kernel says so
-        when it runs; the smallest one says it before an engine is served or hours of building."""
-        one = np.ones((1, 1), np.float32)
-        self.run_add_rms_norm(one, one, one[0], 0.0)
 
     def require(self, names: Iterable[str]) -> None:
         """PluginError naming the ops among `names` that this library has no kernel for."""
