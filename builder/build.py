@@ -66,7 +66,7 @@ def build_engine(
     with staged(out) as folder, scratch_folder(out.parent, f".{out.name}.calibration-") as scratch:
         quantised = quantise(source, chosen, config, scratch, progress, cache=cache_format)
         cache = CacheLayout(cache_format, config.block_size, quantised.cache_constants)
-        packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer, quantised.input_scales)
+        packer = WeightPacker(quantised.recipe, where.plugins, quantised.quantizer, quantised.inputs)
         rewrites = where.lower(source.model, packer, cache)
         weight_bytes = _write_weights(source.model.graph, folder / WEIGHTS, packer, progress)
         _name_engine(source.model, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
+from enginebay.builder.quant.input_rounding import InputRounding, repeat_columns
 from enginebay.builder.quant.plan import LayerPlan, Quantizer
 from enginebay.builder.quant.recipes import Recipe, Role
 from enginebay.builder.quant.rtn import QuantizedRows, dequantize_rows
@@ -52,10 +53,12 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Placed:
-    """A packed weight in the graph and the attributes of the nodes that read it."""
+    """A packed weight in the graph and the attributes of the nodes that read it. `repeated`: int32 [R], the
+    columns that it holds a second time behind the others, for inputs in E4M3."""
 
     value: ir.Value
     attributes: dict[str, int | float | str]
+    repeated: ir.Value | None = None
 
 
 class WeightPacker:
@@ -66,16 +69,17 @@ class WeightPacker:
         recipe: Recipe,
         library: PackingLibrary,
         quantizer: Quantizer,
-        input_scales: Mapping[str, float] | None = None,
+        inputs: InputRounding | None = None,
     ) -> None:
-        """`input_scales`: by layer, for a recipe whose inputs have static scales."""
+        """`inputs`: what calibration found out for a recipe whose inputs become E4M3."""
         self._recipe = recipe
-        self._input_scales = input_scales or {}
+        self._inputs = inputs or InputRounding()
         self._library = library
         self._quantizer = quantizer
         self._placed: dict[str, Placed] = {}
         self._plans: dict[str, tuple[LayerPlan, ...]] = {}
         self._quantizers: dict[str, Quantizer] = {}
+        self._repeated: dict[str, NDArray[np.int32]] = {}
         self._input_methods: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
         self.results: list[LayerResult] = []
@@ -89,29 +93,35 @@ class WeightPacker:
             return self._placed[weight.name]
         matrix = WeightMatrix(weight.name, weight.const_value)
         fmt = self._recipe.format_of(layer, matrix.shape, role)
-        size = self._library.packed_bytes(fmt, matrix.shape)
-        value = self._register(graph, weight.name, (LayerPlan(layer, matrix, fmt),), size)
-        rows, columns = matrix.shape
+        self._placed[weight.name] = self._place(graph, weight.name, LayerPlan(layer, matrix, fmt))
+        return self._placed[weight.name]
+
+    def place_stored(self, graph: ir.Graph, layer: str, name: str, weights: StoredWeights) -> Placed:
+        """The packed form of weights that came quantised: whatever the recipe says, they stay as they are."""
+        self._quantizers[f"{name}.packed"] = weights
+        plan = LayerPlan(layer, WeightMatrix(name, weights.values), weights.format)
+        return self._place(graph, name, plan)
+
+    def _place(self, graph: ir.Graph, name: str, plan: LayerPlan) -> Placed:
+        fmt, (rows, columns) = plan.format, plan.matrix.shape
+        twice = self._inputs.repeated.get(plan.layer)
+        repeated = None
+        if twice is not None:
+            tensor = ir.tensor(twice, name=f"{plan.layer}.repeated")
+            kind, shape = ir.TensorType(ir.DataType.INT32), ir.Shape([len(twice)])
+            repeated = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
+            graph.register_initializer(repeated)
+            self._repeated[f"{name}.packed"] = twice
+            columns += len(twice)
+        value = self._register(
+            graph, name, (plan,), self._library.packed_bytes(fmt, (rows, columns)), (rows, columns)
+        )
         attributes = {
             "in_features": columns,
             "out_features": rows,
             **_format_attributes(fmt, 0 if fmt.is_float else fmt.scale_block(columns)),
         }
-        self._placed[weight.name] = Placed(value, attributes)
-        return self._placed[weight.name]
-
-    def place_stored(self, graph: ir.Graph, layer: str, name: str, weights: StoredWeights) -> Placed:
-        """The packed form of weights that came quantised: whatever the recipe says, they stay as they are."""
-        fmt, (rows, columns) = weights.format, weights.shape
-        plan = LayerPlan(layer, WeightMatrix(name, weights.values), fmt)
-        value = self._register(graph, name, (plan,), self._library.packed_bytes(fmt, weights.shape))
-        self._quantizers[f"{name}.packed"] = weights
-        attributes = {
-            "in_features": columns,
-            "out_features": rows,
-            **_format_attributes(fmt, fmt.scale_block(columns)),
-        }
-        return Placed(value, attributes)
+        return Placed(value, attributes, repeated)
 
     def input_scale(self, layer: str, packed: Placed) -> float | None:
         """What linear `layer` rounds its inputs to E4M3 with, 0 for a scale of each row's own; None: it does
@@ -119,16 +129,18 @@ class WeightPacker:
         inputs = self._recipe.inputs_of(str(packed.attributes["format"]))
         if inputs is None:
             return None
+        count = len(self._inputs.repeated.get(layer, ()))
+        twice = f", {count} of them twice" if count else ""
         if not inputs.static:
-            self._input_methods[layer] = ", E4M3 inputs"
+            self._input_methods[layer] = f", E4M3 inputs{twice}"
             return 0.0
-        if layer not in self._input_scales:
+        if layer not in self._inputs.scales:
             raise QuantizationError(
                 f"layer {layer}: calibration did not reach it, so its inputs have no scale; build with "
                 "quant fp8-w8a8, whose scales are each token's own"
             )
-        self._input_methods[layer] = f", E4M3 inputs of scale {self._input_scales[layer]:.4g}"
-        return self._input_scales[layer]
+        self._input_methods[layer] = f", E4M3 inputs of scale {self._inputs.scales[layer]:.4g}{twice}"
+        return self._inputs.scales[layer]
 
     def place_experts(self, graph: ir.Graph, layer: str, weight: ir.Value, columns: int) -> Placed:
         """The packed form of initializer `weight` [experts, N, K]: one expert after another, each at a
@@ -141,7 +153,8 @@ class WeightPacker:
         size = self._library.packed_bytes(fmt, matrices[0].shape)
         padding = -size % EXPERT_ALIGNMENT
         plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
-        value = self._register(graph, weight.name, plans, len(plans) * (size + padding))
+        size = len(plans) * (size + padding)
+        value = self._register(graph, weight.name, plans, size, matrices[0].shape)
         return Placed(value, _format_attributes(fmt, fmt.block))
 
     def place_stored_experts(
@@ -152,14 +165,22 @@ class WeightPacker:
         padding = -size % EXPERT_ALIGNMENT
         plans = tuple(LayerPlan(layer, matrix, fmt, padding) for matrix in matrices)
         name = f"{layer}.weight"
-        value = self._register(graph, name, plans, len(plans) * (size + padding))
+        value = self._register(graph, name, plans, len(plans) * (size + padding), matrices[0].shape)
         self._quantizers[f"{name}.packed"] = StoredExperts()
         return Placed(value, _format_attributes(fmt, fmt.block))
 
-    def _register(self, graph: ir.Graph, weight: str, plans: tuple[LayerPlan, ...], size: int) -> ir.Value:
+    def _register(
+        self,
+        graph: ir.Graph,
+        weight: str,
+        plans: tuple[LayerPlan, ...],
+        size: int,
+        shape: tuple[int, int],
+    ) -> ir.Value:
+        """`shape` [N, K] as packed, repeated columns counted."""
         name = f"{weight}.packed"
         self._plans[name] = plans
-        fmt, shape = plans[0].format, plans[0].matrix.shape
+        fmt = plans[0].format
         self.layouts[fmt.layout_key(shape[1])] = self._library.layout(fmt, shape)
         tensor = ir.LazyTensor(
             lambda: ir.tensor(np.concatenate(list(self.pack(name)))),
@@ -180,6 +201,7 @@ class WeightPacker:
     def pack(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of packed initializer `name`, a group of rows at a time; then its entry in `results`."""
         plans, quantizer = self._plans[name], self._quantizers.get(name, self._quantizer)
+        twice = self._repeated.get(name)
         squares = lost = worst = 0.0
         size = 0
         for plan in plans:
@@ -189,7 +211,8 @@ class WeightPacker:
                 squares += _sum_of_squares(chunk.exact)
                 lost += _sum_of_squares(difference)
                 worst = max(worst, float(np.abs(difference).max(initial=0.0)))
-                packed = self._library.pack(chunk.rows)
+                rows = chunk.rows if twice is None else repeat_columns(chunk.rows, twice)
+                packed = self._library.pack(rows)
                 yield packed
                 start, size = start + len(chunk.exact), size + packed.nbytes
             assert start == plan.matrix.shape[0], (
@@ -199,12 +222,12 @@ class WeightPacker:
                 yield np.zeros(plan.padding, np.uint8)
                 size += plan.padding
         first = plans[0]
-        rows, columns = first.matrix.shape
+        height, columns = first.matrix.shape
         self.results.append(
             LayerResult(
                 layer=first.layer,
                 tensor=name.removesuffix(".packed"),
-                shape=(len(plans) * rows, columns),
+                shape=(len(plans) * height, columns),
                 format=first.format,
                 method=" and ".join(dict.fromkeys(quantizer.method(plan) for plan in plans))
                 + self._input_methods.get(first.layer, ""),

@@ -3,7 +3,7 @@ errors measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from enginebay.builder.quant.cache import CacheFormat
 from enginebay.builder.quant.cache_scales import Constants, StoredCaches, find_constants, stored_scales
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.evaluate import Logits, ModelError, compare, exact_weights, quantised_weights
+from enginebay.builder.quant.input_rounding import InputRounding
 from enginebay.builder.quant.interpreter import Batch
 from enginebay.builder.quant.overrides import check_overrides
 from enginebay.builder.quant.plan import Quantizer, RoundToNearest, StageProgress
@@ -31,13 +32,13 @@ CACHE_SEQUENCES = 8  # largest values settle sooner than what weights are calibr
 
 @dataclass(frozen=True)
 class Quantised:
-    """`recipe` as a search left it; `quantizer` gives the weights; `input_scales` by layer where they are
-    static; `cache_constants` where the cache has any; `mix` and `error` where they were asked for, and then
+    """`recipe` as a search left it; `quantizer` gives the weights; `inputs` where they become
+    E4M3; `cache_constants` where the cache has any; `mix` and `error` where they were asked for, and then
     `engine_error` too: give it the finished engine.onnx."""
 
     recipe: Recipe
     quantizer: Quantizer
-    input_scales: Mapping[str, float] = field(default_factory=dict)
+    inputs: InputRounding = field(default_factory=InputRounding)
     cache_constants: Constants = field(default_factory=dict)
     mix: Mix | None = None
     error: ModelError | None = None
@@ -71,7 +72,7 @@ def quantise(
     if recipe.calibrated:
         batch = calibration_batch(source.folder, vocab, config.calibration)
         calibrated = calibrate(source.model, recipe, batch, scratch, progress)
-        result = replace(result, quantizer=calibrated, input_scales=calibrated.input_scales)
+        result = replace(result, quantizer=calibrated, inputs=calibrated.inputs)
     if cache.calibrated.constants:
         result = replace(result, cache_constants=_cache_constants(source, result, cache.calibrated, config))
     if config.evaluate:

@@ -185,9 +185,14 @@ QUANT_LINEAR = Op(
 # An op of its own: a library that does not round must refuse it by name, not leave an attribute unread.
 QUANT_LINEAR_F8_INPUTS = Op(
     name="QuantLinearF8Inputs",
-    version=1,
-    doc="QuantLinear over rows of x rounded to E4M3 (include/enginebay/quant_linear_f8_inputs.h).",
-    inputs=QUANT_LINEAR.inputs,
+    version=2,
+    doc="QuantLinear over rows of x rounded to E4M3 (include/enginebay/quant_linear_f8_inputs.h). What that "
+    "left of the `repeated` inputs follows the row, and columns of W for them the others: K counts both.",
+    inputs=(
+        Param("x", FLOATS, ("T", "K-R")),
+        *QUANT_LINEAR.inputs[1:],
+        Param("repeated", ("int32",), ("R",), optional=True),
+    ),
     outputs=QUANT_LINEAR.outputs,
     attributes=(
         *_PACKED,

@@ -112,8 +112,9 @@ def to_f8(x: Array) -> Array:
     return y
 
 
-def f8_inputs(x: Array, input_scale: float = 0.0) -> Array:
-    """What QuantLinearF8Inputs multiplies by: x [T, K] as scale*E4M3, in float64.
+def f8_inputs(x: Array, input_scale: float = 0.0, repeated: Sequence[int] | Ints = ()) -> Array:
+    """What QuantLinearF8Inputs multiplies by: x [T, K] as scale*E4M3, in float64, and behind it what that
+    left of the columns `repeated`, as scale/16*E4M3.
 
     The scale is `input_scale`, or where that is 0 the F8_MAX-th part of each row's largest. A row that
     holds NaN or infinity is NaN.
@@ -122,7 +123,9 @@ def f8_inputs(x: Array, input_scale: float = 0.0) -> Array:
     scale = np.full_like(largest, input_scale) if input_scale else largest / F8_MAX
     zero = (scale < 2.0**-100 / F8_MAX) | ~np.isfinite(largest)
     y = np.where(zero, 0.0, scale * to_f8(np.where(zero, 0.0, x) / np.where(zero, 1.0, scale)))
-    result: Array = np.where(np.isfinite(largest), y, np.nan)
+    twice, step = np.asarray(repeated, np.intp), np.where(zero, 1.0, scale) / 16
+    left = step * to_f8((np.where(zero, 0.0, x) - y)[:, twice] / step)
+    result: Array = np.where(np.isfinite(largest), np.concatenate([y, left], axis=1), np.nan)
     return result
 
 

@@ -40,7 +40,9 @@ def lower_linears(graph: ir.Graph, packer: WeightPacker) -> RewriteReport:
         op, attributes, scale = ops.QUANT_LINEAR, packed.attributes, packer.input_scale(layer, packed)
         if scale is not None:
             op, attributes = ops.QUANT_LINEAR_F8_INPUTS, {**attributes, "input_scale": scale}
-        inputs = [x, packed.value, *([bias] if bias else [])]
+        inputs = [x, packed.value, bias, packed.repeated]
+        while inputs[-1] is None:
+            inputs.pop()
         lowered = plugin_node(op, inputs, attributes, [y], node.name)
         replace(graph, node, lowered, [(node.outputs[0], y)])
         report.matched += 1

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from ml_dtypes import float8_e4m3fn
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.experts import experts_of, is_moe, shared_columns
 from enginebay.builder.quant.fold import Fold, find_fold, scale_vector
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.gptq import GptqConfig, gptq_rows, rounded_rows
+from enginebay.builder.quant.input_rounding import InputRounding
 from enginebay.builder.quant.interpreter import Batch, Interpreter, Values, linear_weight, weight_matrix
 from enginebay.builder.quant.plan import LayerPlan, QuantizedChunk, RoundToNearest, StageProgress
 from enginebay.builder.quant.recipes import Recipe
 from enginebay.builder.quant.rtn import (
-    F8_MAX,
     QuantizedRows,
     dequantize_rows,
     eleven_bits,
@@ -55,6 +56,8 @@ class _Stored:
     def load(self, name: str) -> NDArray[np.generic] | None:
         path = self.folder / f"{name}.npy"
         array: NDArray[np.generic] | None = np.load(path, mmap_mode="r+") if path.exists() else None
+        if array is not None and array.dtype.kind == "V":  # numpy's files do not know E4M3
+            array = array.view(float8_e4m3fn)
         return array
 
     def scale_rows(self, first: int, factor: Float32) -> None:
@@ -70,11 +73,11 @@ class _Stored:
 class Calibrated:
     """A Quantizer with the results of a calibration; layers it did not see are rounded to nearest.
 
-    `input_scales`: of linear layers whose inputs become E4M3 by one scale each.
+    `inputs`: of linear layers whose inputs become E4M3.
     """
 
     def __init__(self) -> None:
-        self.input_scales: dict[str, float] = {}
+        self.inputs = InputRounding()
         self._stored: dict[str, _Stored] = {}
         self._rounding = RoundToNearest()
 
@@ -162,12 +165,14 @@ class _Session:
         if weight is None:
             stored = stored_weights(node.inputs[1]) if node.inputs[1] is not None else None
             assert stored is not None
-            self._scale_inputs(name, stored.format, inputs)
-            return stored.dequantized()
+            weights = stored.dequantized()
+            self._round_inputs(name, stored.format, inputs, weights)
+            return weights
         matrix = weight_matrix(weight)
         plan = LayerPlan(name, matrix, self._recipe.format_of(name, matrix.shape))
         weights = matrix.rows(0, matrix.shape[0])
-        self._scale_inputs(name, plan.format, inputs)
+        # An embedding tied to the layer reads the same columns, once.
+        self._round_inputs(name, plan.format, inputs, weights if len(weight.uses()) == 1 else None)
         if not self._calibrates(plan):
             return dequantize_rows(quantize_rows(weights, plan.format, matrix.name))
         hessian = _hessian(inputs, name)
@@ -216,20 +221,16 @@ class _Session:
         self._run.experts(node, values, weights_of)
 
     def _calibrates(self, plan: LayerPlan) -> bool:
-        """Floats and E4M3 are rounded to nearest, and so is a head of 8 bits."""
-        integer = plan.format.kind in ("i4", "i8") and not self._recipe.head_is_rounded(plan.layer)
-        return integer and self._recipe.fits_weights
+        """Floats are rounded to nearest, and so are E4M3 but by GPTQ, and a head of 8 bits."""
+        kinds = ("i4", "i8", "f8") if isinstance(self._recipe.rounding, GptqConfig) else ("i4", "i8")
+        fitted = plan.format.kind in kinds and not self._recipe.head_is_rounded(plan.layer)
+        return fitted and self._recipe.fits_weights
 
-    def _scale_inputs(self, name: str, fmt: WeightFormat, inputs: Float32) -> None:
-        """The static scale of the layer's E4M3 inputs, where the recipe asks for one."""
+    def _round_inputs(self, name: str, fmt: WeightFormat, inputs: Float32, weights: Float32 | None) -> None:
+        """What E4M3 inputs of the layer need, where the recipe rounds them."""
         rounded = self._recipe.inputs_of(fmt.kind)
-        if rounded is None or not rounded.static:
-            return
-        largest = float(np.abs(inputs).max(initial=0.0))
-        if not np.isfinite(largest):
-            raise QuantizationError(f"layer {name}: its inputs in calibration are not finite")
-        # Inputs that were always 0 fit any scale.
-        self.result.input_scales[name] = rounded.headroom * largest / F8_MAX if largest else 1.0
+        if rounded is not None:
+            self.result.inputs.calibrate(name, fmt, rounded, inputs, weights)
 
     def _store(self, plan: LayerPlan, rows: QuantizedRows, method: str, columns: Float32) -> None:
         folder = self._scratch / str(len(list(self._scratch.iterdir())))

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 from numpy.typing import NDArray
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.rtn import (
+    F8_MAX,
+    F8_SCALES,
     QuantizedRows,
     check_finite,
     eleven_bits,
@@ -27,6 +30,7 @@ from enginebay.builder.quant.rtn import (
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
+_F8_STEPS = tuple(2 ** (step / F8_SCALES) for step in range(F8_SCALES))  # E4M3 is as fine an octave further
 ROWS = 4096  # of weights solved together: they do not depend on each other
 
 
@@ -47,7 +51,7 @@ class GptqConfig:
 def gptq_rows(
     weights: Float32, hessian: Float64, fmt: WeightFormat, name: str, config: GptqConfig | None = None
 ) -> QuantizedRows:
-    """Weights [N, K] in integer format `fmt`, with H [K, K] of the layer's inputs.
+    """Weights [N, K] in format `fmt`, integers or E4M3, with H [K, K] of the layer's inputs.
 
     Every row is solved by itself; the grids (scale and minimum of each block) are chosen first and stay. A
     column whose input was always 0 is rounded to nearest. Raises QuantizationError for weights or H that
@@ -85,23 +89,30 @@ def _solve(
     """Some rows, a column of all of them at a time."""
     scales, minimums = best_grid(weights, hessian, fmt, config.shrinks)
     block = fmt.scale_block(weights.shape[1])
-    low, high = (-127, 127) if fmt.kind == "i8" else (0, 15)
     steps_of, start_of = scales.T.copy(), _offsets(scales, minimums, fmt).T.copy()  # [blocks, N]
     factor, where = order.factor, order.columns
     left = weights[:, where].T.copy()  # [K, N]: a column of W is contiguous
-    values = np.empty(weights.shape, np.int8 if fmt.kind == "i8" else np.uint8)
+    values = np.empty(weights.shape, {"i8": np.int8, "f8": float8_e4m3fn}.get(fmt.kind, np.uint8))
     columns = len(left)
     for start in range(0, columns, config.column_block):
         stop = min(start + config.column_block, columns)
         errors = np.empty((stop - start, left.shape[1]), np.float32)
         for k in range(start, stop):
             step, offset = steps_of[where[k] // block], start_of[where[k] // block]
-            chosen = np.clip(np.rint((left[k] - offset) / step), low, high)
+            chosen = _nearest((left[k] - offset) / step, fmt)
             values[:, where[k]] = chosen
             errors[k - start] = (left[k] - (chosen * step + offset)) / factor[k, k]
             left[k + 1 : stop] -= factor[k, k + 1 : stop, None] * errors[k - start]
         left[stop:] -= factor[start:stop, stop:].T @ errors
     return QuantizedRows(fmt, values, scales, minimums)
+
+
+def _nearest(steps: Float32, fmt: WeightFormat) -> Float32:
+    """The values of `fmt` nearest to `steps`, as float32."""
+    if fmt.kind == "f8":
+        return np.clip(steps, -F8_MAX, F8_MAX).astype(float8_e4m3fn).astype(np.float32)
+    low, high = (-127, 127) if fmt.kind == "i8" else (0, 15)
+    return np.clip(np.rint(steps), low, high)
 
 
 def rounded_rows(
@@ -141,6 +152,8 @@ def best_grid(
         np.float32
     )
     scales, minimums = grid(blocks, fmt)
+    if fmt.kind == "f8":
+        shrinks = _F8_STEPS
     best = np.full(scales.shape, np.inf, np.float32)
     chosen_scales, chosen_minimums = scales.copy(), None if minimums is None else minimums.copy()
     for shrink in shrinks:

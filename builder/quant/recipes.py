@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.gptq import GptqConfig
+from enginebay.builder.quant.input_rounding import Float8Inputs
 from enginebay.builder.quant.scaling import AwqScaling, SmoothScaling
 
 F32 = WeightFormat("f32")
@@ -47,19 +48,6 @@ class Rounding:
     shrinks: tuple[float, ...] = (1.0,)
 
 
-@dataclass(frozen=True)
-class Float8Inputs:
-    """Inputs become E4M3 where weights are f8 or i4; int8 weights keep their int8 inputs, floats theirs.
-
-    static    one scale a layer, from calibration; otherwise each token has its own
-    headroom  a static scale reaches so many times the largest input seen, and what lies beyond saturates.
-              E4M3 is as fine there as elsewhere: only its smallest numbers get scarcer
-    """
-
-    static: bool = False
-    headroom: float = 2.0
-
-
 # A router is small, and rounding it sends tokens to other experts.
 ROUTERS = (Override("*.moe.router", F32), Override("*.moe.shared_gate", F32))
 
@@ -95,7 +83,7 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether the recipe needs to see the model's activations."""
-        return self.fits_weights or (self.inputs is not None and self.inputs.static)
+        return self.fits_weights or self.inputs is not None
 
     @property
     def fits_weights(self) -> bool:
@@ -155,8 +143,11 @@ class Recipe:
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
 
-def _fp8(name: str, summary: str, inputs: Float8Inputs | None) -> Recipe:
-    return Recipe(name, summary, F8, HEAD_I8, HEAD_I8, "fp16", inputs=inputs)
+def _fp8(name: str, summary: str, **options: Any) -> Recipe:
+    return Recipe(name, summary, F8, HEAD_I8, HEAD_I8, "fp16", **options)
+
+
+_FP8_GPTQ: dict[str, Any] = {"method": "gptq", "rounding": GptqConfig()}
 
 
 def _int4(name: str, summary: str, **options: Any) -> Recipe:
@@ -172,12 +163,18 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "float16 weights and cache", F16, F16, F16, "fp16"),
         Recipe("bf16", "bfloat16 weights and cache", BF16, BF16, BF16, "bf16"),
         Recipe("int8", "int8 weights, blocks of 128 or the largest that divides", I8, I8, I8, "fp16"),
-        _fp8("fp8", "E4M3 weights, blocks of 32, and float inputs; int8 head", None),
-        _fp8("fp8-w8a8", "as fp8, and E4M3 inputs, a scale a token", Float8Inputs()),
+        _fp8("fp8", "E4M3 weights, blocks of 32, and float inputs; int8 head"),
+        _fp8(
+            "fp8-w8a8",
+            "E4M3 weights by GPTQ, and E4M3 inputs, a scale a token, the largest twice",
+            inputs=Float8Inputs(),
+            **_FP8_GPTQ,
+        ),
         _fp8(
             "fp8-w8a8-static",
             "as fp8-w8a8, with one input scale a layer from calibration",
-            Float8Inputs(static=True),
+            inputs=Float8Inputs(static=True),
+            **_FP8_GPTQ,
         ),
         Recipe(
             "w8a8",
@@ -196,7 +193,7 @@ RECIPES: dict[str, Recipe] = {
             scaling=AwqScaling(),
             rounding=Rounding(_CLIPS),
         ),
-        _int4("w4a8", "int4 weights as int4, and E4M3 inputs, a scale a token", inputs=Float8Inputs()),
+        _int4("w4a8", "int4 weights as int4, E4M3 inputs as fp8-w8a8", inputs=Float8Inputs()),
     )
 }
 

@@ -73,9 +73,16 @@ class QuantLinearF8Inputs(OpRun):
     op_domain = "enginebay"
 
     def _run(
-        self, x: Any, packed: Any, bias: Any = None, input_scale: float = 0.0, **attributes: Any
+        self,
+        x: Any,
+        packed: Any,
+        bias: Any = None,
+        repeated: Any = None,
+        input_scale: float = 0.0,
+        **attributes: Any,
     ) -> tuple[Any]:
-        rounded = reference.f8_inputs(x.astype(np.float64), input_scale)
+        twice = () if repeated is None else repeated
+        rounded = reference.f8_inputs(x.astype(np.float64), input_scale, twice)
         return (reference.quant_linear(rounded, unpack(packed, attributes), bias).astype(np.float32),)
 
 

@@ -19,6 +19,7 @@ from enginebay.builder.quant.formats import QuantizationError
 from enginebay.builder.quant.interpreter import Batch
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
+from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.builder.report import PAGE, REPORT
 from enginebay.export.stepping import Stepper, Stream
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
@@ -65,7 +66,9 @@ def test_a_report_says_what_the_engine_rounds(exported, tmp_path):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(source / "tokenizer.json"))
-    report = build_engine(source, tmp_path / "engine", BuildConfig(quant="w4a8", evaluate=64))
+    np.save(tmp_path / "t.npy", RNG.integers(0, VOCAB, (4, 32)))
+    config = BuildConfig(quant="w4a8", calibration=CalibrationConfig(source=tmp_path / "t.npy"))
+    report = build_engine(source, tmp_path / "engine", replace(config, evaluate=64))
     document = json.loads((tmp_path / "engine" / REPORT).read_bytes())["engine_error"]
     assert set(document) == {"tokens", "perplexity", "mean_kl", "greedy_agreement"}
     assert report.engine_error is not None
@@ -73,7 +76,7 @@ def test_a_report_says_what_the_engine_rounds(exported, tmp_path):
     assert (
         "greedy agreement of the engine against its own weights" in (tmp_path / "engine" / PAGE).read_text()
     )
-    quiet = build_engine(source, tmp_path / "quiet", BuildConfig(quant="w4a8"))
+    quiet = build_engine(source, tmp_path / "quiet", config)
     assert quiet.engine_error is None
 
 

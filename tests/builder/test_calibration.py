@@ -16,6 +16,7 @@ from enginebay.builder.quant.cache import CACHES
 from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.fold import find_fold
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
+from enginebay.builder.quant.input_rounding import InputRounding
 from enginebay.builder.quant.interpreter import Batch, Interpreter, linear_weight, weight_matrix
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import RECIPES, recipe
@@ -253,14 +254,15 @@ def test_static_scales_reach_twice_the_largest_input(exported, tmp_path):
             break
         run.step(node, values)
     largest = np.abs(values[node.inputs[0]]).max()
-    assert result.input_scales["layers.0.attention.qkv"] == pytest.approx(2 * largest / 448, rel=1e-6)
+    assert result.inputs.scales["layers.0.attention.qkv"] == pytest.approx(2 * largest / 448, rel=1e-6)
     linears = [n.name for n in source.model.graph if linear_weight(n) is not None and n.name != "lm_head"]
-    assert sorted(result.input_scales) == sorted(linears)  # the head is int8
+    assert sorted(result.inputs.scales) == sorted(linears)  # the head is int8
 
 
 def test_a_layer_without_a_static_scale_is_named(exported):
     source = canonical(exported())
-    packer = WeightPacker(recipe("fp8-w8a8-static"), PlainLibrary(), RoundToNearest(), {"lm_head": 1.0})
+    inputs = InputRounding({"lm_head": 1.0})
+    packer = WeightPacker(recipe("fp8-w8a8-static"), PlainLibrary(), RoundToNearest(), inputs)
     with pytest.raises(QuantizationError, match=r"layer layers\.0\.attention\.qkv: calibration did not"):
         OrtCpu().lower(source.model, packer, CacheLayout(CACHES["fp32"], 4))
 
@@ -274,8 +276,10 @@ def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):
         methods[name] = {layer.layer: layer.method for layer in report.layers}
         assert methods[name]["lm_head"] == "rtn"
     layer = "layers.1.mlp.down"
-    assert methods["fp8-w8a8"][layer] == methods["w4a8"][layer] == "rtn, E4M3 inputs"
-    assert methods["fp8-w8a8-static"][layer].startswith("rtn, E4M3 inputs of scale 0.")
+    assert methods["fp8-w8a8"][layer] == "gptq, E4M3 inputs, 32 of them twice"
+    assert methods["w4a8"][layer] == "rtn, E4M3 inputs, 32 of them twice"
+    assert methods["fp8-w8a8-static"][layer].startswith("gptq, E4M3 inputs of scale 0.")
+    assert methods["fp8-w8a8-static"][layer].endswith(", 32 of them twice")
     assert methods["fp8"][layer] == "rtn"
 
 

@@ -8,13 +8,16 @@ import onnx_ir as ir
 import pytest
 from builder_support import KV_HEADS, LAYERS, OPS, VOCAB, PagedAttention, PlainLibrary, ragged_step
 from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes.common import ShapeInferencePass
 
 from enginebay.builder.build import BuildConfig, build_engine
 from enginebay.builder.exported import read_exported
 from enginebay.builder.packing import WeightPacker
 from enginebay.builder.packing_library import CpuPackingLibrary
 from enginebay.builder.quant.cache import CACHES
+from enginebay.builder.quant.calibrate import calibrate
 from enginebay.builder.quant.formats import WeightFormat
+from enginebay.builder.quant.interpreter import Batch
 from enginebay.builder.quant.plan import RoundToNearest
 from enginebay.builder.quant.recipes import recipe
 from enginebay.builder.quant.rtn import QuantizedRows, quantize_rows
@@ -25,13 +28,21 @@ from enginebay.builder.weights import ROW_GROUP
 from enginebay.export.stepping import Stepper, Stream
 from enginebay.triton_repo.runtime.ort_engine import EngineOptions, OrtEngine
 
+TOKENS = np.random.default_rng(8).integers(0, VOCAB, (4, 32))
 
-def reference_logits(source, quant, feeds):
+
+def reference_logits(source, quant, feeds, scratch=None):
     """Float64 logits of the canonical graph, its weights replaced by what the recipe makes of them."""
     model = read_exported(source).model
     ops = [PagedAttention]
     if quant is not None:
-        packer = WeightPacker(recipe(quant), PlainLibrary(), RoundToNearest())
+        quantizer, inputs = RoundToNearest(), None
+        if recipe(quant).calibrated:
+            ShapeInferencePass()(model)
+            scratch.mkdir()
+            quantizer = calibrate(model, recipe(quant), Batch(tuple(map(tuple, TOKENS.tolist()))), scratch)
+            inputs = quantizer.inputs
+        packer = WeightPacker(recipe(quant), PlainLibrary(), quantizer, inputs)
         OrtCpu().lower(model, packer, CacheLayout(CACHES["fp32"], 4))
         ops = OPS
     caches = {f"cache.{n}": np.zeros((8, 2, 4, KV_HEADS, 16), np.float32) for n in range(LAYERS)}
@@ -41,7 +52,7 @@ def reference_logits(source, quant, feeds):
 
 def engine_of(source, out, **options):
     tokens = out.with_suffix(".npy")
-    np.save(tokens, np.random.default_rng(8).integers(0, VOCAB, (4, 32)))
+    np.save(tokens, TOKENS)
     calibration = CalibrationConfig(source=tokens)
     build_engine(source, out, BuildConfig(block_size=4, calibration=calibration, **options))
     return OrtEngine(out, EngineOptions(threads=2, num_blocks=64))
@@ -81,7 +92,8 @@ def test_an_engine_multiplies_by_what_its_recipe_made_of_the_weights(
     rounded by the reference as well, to the same numbers but where the two lie close to a tie."""
     source = exported()
     engine = engine_of(source, tmp_path / "engine", quant=quant, kv_cache="fp32")
-    actual, expected = engine.run(Feeds(step)), reference_logits(source, quant, step)
+    actual = engine.run(Feeds(step))
+    expected = reference_logits(source, quant, step, tmp_path / "scratch")
     np.testing.assert_allclose(actual, expected, atol=tolerance)
     assert np.abs(actual - expected).mean() < tolerance / 4
 

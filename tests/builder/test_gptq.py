@@ -11,8 +11,10 @@ from enginebay.builder.quant import gptq
 from enginebay.builder.quant.formats import QuantizationError, WeightFormat
 from enginebay.builder.quant.gptq import GptqConfig, best_grid, damped, gptq_rows, loss, rounded_rows
 from enginebay.builder.quant.rtn import dequantize_rows, quantize_rows
+from enginebay.plugins.reference import to_f8
 
-FORMATS = (WeightFormat("i4", 16), WeightFormat("i4", 16, symmetric=False), WeightFormat("i8", 16))
+F8 = WeightFormat("f8", 16)
+FORMATS = (WeightFormat("i4", 16), WeightFormat("i4", 16, symmetric=False), WeightFormat("i8", 16), F8)
 
 
 def problem(seed, rows=6, columns=32, tokens=200):
@@ -31,13 +33,14 @@ def solve_exactly(weights, hessian, fmt, config):
     order = np.argsort(-np.diag(hessian), kind="stable") if config.act_order else np.arange(len(h))
     scales, minimums = best_grid(weights, hessian, fmt, config.shrinks)
     block = fmt.scale_block(weights.shape[1])
-    low, high = (-127, 127) if fmt.kind == "i8" else (0, 15)
+    low, high = {"i8": (-127, 127), "f8": (-448, 448)}.get(fmt.kind, (0, 15))
     w = weights.astype(np.float64)
-    values = np.zeros(w.shape, int)
+    values = np.zeros(w.shape)
     for place, k in enumerate(order):
         scale = scales[:, k // block].astype(np.float64)
         offset = minimums[:, k // block] if minimums is not None else -(8 if fmt.kind == "i4" else 0) * scale
-        values[:, k] = np.clip(np.rint((w[:, k] - offset) / scale), low, high)
+        steps = np.clip((w[:, k] - offset) / scale, low, high)
+        values[:, k] = to_f8(steps) if fmt.kind == "f8" else np.rint(steps)
         change = values[:, k] * scale + offset - w[:, k]
         w[:, k] += change
         rest = order[place + 1 :]
@@ -55,7 +58,7 @@ def test_gptq_is_the_exact_solution_of_its_definition(seed, fmt, act_order, colu
     expected = solve_exactly(weights, hessian, fmt, config)
     # A weight half a step from two grid points may round either way in float32, and its row then goes on
     # otherwise.
-    same = (rows.values == expected).all(axis=1)
+    same = (rows.values.astype(float) == expected).all(axis=1)
     assert same.mean() >= 5 / 6
     exact = dequantize_rows(type(rows)(fmt, expected.astype(rows.values.dtype), rows.scales, rows.minimums))
     ours, theirs = (loss(d - weights, hessian) for d in (dequantize_rows(rows), exact))
@@ -100,7 +103,7 @@ def test_rows_are_solved_alike_whatever_they_are_solved_with(monkeypatch):
             (rounded, rounded_rows(weights, hessian, fmt, (1.0, 0.8))),
         ):
             # Matrix products of other heights may add in another order: all but a near tie is the same.
-            assert (one.values == other.values).mean() > 0.99
+            assert (one.values.astype(float) == other.values.astype(float)).mean() > 0.99
             np.testing.assert_allclose(one.scales, other.scales, rtol=0.3)
         monkeypatch.undo()
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from enginebay.builder.build import BuildConfig, build_engine
+from enginebay.builder.quant.text import CalibrationConfig
 from enginebay.export.errors import ExportError
 from enginebay.export.exporter import export_model
 from enginebay.export.stepping import Stepper, Stream
@@ -244,7 +245,9 @@ def test_quantised_experts_stay_near_the_model(quant: str, kl: float, tmp_path: 
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16}
     folder = save(make_model(hf.Qwen3MoeConfig(**{**SMALL, **QWEN, **sizes})), tmp_path / "model")
     export_model(folder, tmp_path / "exported")
-    built = build_engine(tmp_path / "exported", tmp_path / "engine", BuildConfig(quant=quant))
+    np.save(tmp_path / "t.npy", np.random.default_rng(2).integers(0, 103, (4, 48)))
+    config = BuildConfig(quant=quant, calibration=CalibrationConfig(source=tmp_path / "t.npy"))
+    built = build_engine(tmp_path / "exported", tmp_path / "engine", config)
     formats = {layer: record.format for layer, record in built.manifest.quantization.layers.items()}
     assert formats["layers.0.moe.router"] == "f32", "a rounded router sends tokens to other experts"
     kinds = {"int8": "i8", "int4": "i4", "fp8-w8a8": "f8", "w4a8": "i4"}

@@ -134,6 +134,43 @@ def test_bad_scales_are_refused(library: KernelLibrary, scale: float) -> None:
         session_of("QuantLinearF8Inputs", {"x": x, "weight": np.zeros(256, np.uint8)}, attributes)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.03], ids=["dynamic", "static"])
+def test_repeated_inputs_bring_what_rounding_left(
+    library: KernelLibrary, rng: np.random.Generator, scale: float
+) -> None:
+    x = (rng.standard_normal((9, 200)) * np.exp2(rng.integers(-3, 3, (9, 1)))).astype(np.float32)
+    x[4], x[5, 0] = 0, 1e4  # saturates where the scale is static
+    twice = rng.permutation(200)[:56]
+    packed = library.pack_linear(np.eye(256, dtype=np.float32), format="f32")
+
+    def rows(x: Floats) -> Floats:
+        return run_f8_inputs(
+            library, x, packed, out_features=256, format="f32", input_scale=scale, repeated=twice.tolist()
+        )
+
+    got, wanted = rows(x), reference.f8_inputs(x.astype(np.float64), np.float64(np.float32(scale)), twice)
+    differ = np.abs(got - wanted) > 2.0**-20 * np.abs(wanted)  # ties, and the residual of a float32 product
+    assert differ[:, :200].mean() < 1e-3
+    assert differ[:, 200:].mean() < 0.05
+    total, largest = got[:, twice] + got[:, 200:], scale * 448 or np.inf
+    step = (scale or np.abs(x).max(axis=1, keepdims=True) / 448) * 2.0**-9 / 16
+    inside = np.abs(x[:, twice]) <= largest
+    error = np.abs(total - x[:, twice])
+    assert (error <= np.maximum(np.abs(x[:, twice]) * 2.0**-8, step * 1.01))[inside].all()
+    x[2, 5] = np.inf
+    assert np.isnan(rows(x)[2]).all()
+
+
+@pytest.mark.parametrize(("repeated", "words"), [([96], "repeated.1. is 96, x has 96"), ([-1], "is -1")])
+def test_repeated_inputs_lie_within_x(
+    library: KernelLibrary, rng: np.random.Generator, repeated: list[int], words: str
+) -> None:
+    layer = make_layer(library, Format("f32"), 40, 98, rng)
+    x = np.ones((1, 96), np.float32)
+    with pytest.raises(PluginError, match=words):
+        run_f8_inputs(library, x, layer.packed, out_features=40, format="f32", repeated=[3, *repeated])
+
+
 def test_no_rows(library: KernelLibrary, rng: np.random.Generator) -> None:
     layer = make_layer(library, Format("i4", 32), 40, 64, rng)
     assert run(library, layer, np.zeros((0, 64), np.float32)).shape == (0, 40)
@@ -148,3 +185,17 @@ def test_in_onnx_runtime(library: KernelLibrary, scale: float, rng: np.random.Ge
     inputs = {"x": x, "weight": layer.packed, "bias": bias}
     session: ort.InferenceSession = session_of("QuantLinearF8Inputs", inputs, attributes)
     np.testing.assert_array_equal(session.run(None, inputs)[0], run(library, layer, x, bias, scale))
+    twice = np.array([5, 17, 30, 31] * 8, np.int32)
+    inputs = {"x": x[:, :32].copy(), "weight": layer.packed, "bias": bias, "repeated": twice}
+    session = session_of("QuantLinearF8Inputs", inputs, attributes)
+    wanted = run_f8_inputs(
+        *(library, x[:, :32].copy(), layer.packed, bias),
+        out_features=40,
+        input_scale=scale,
+        repeated=twice.tolist(),
+        **arguments,
+    )
+    np.testing.assert_array_equal(session.run(None, inputs)[0], wanted)
+    inputs["repeated"][0] = 32
+    with pytest.raises(Exception, match=r"the_node.*repeated.0. is 32"):
+        session.run(None, inputs)

@@ -68,7 +68,7 @@ class QuantLinearF8Inputs : PackedWeights {
  public:
   static constexpr const char* kName = "QuantLinearF8Inputs";
   static constexpr size_t kRequiredInputs = 2;
-  static constexpr Type kInputs[] = {kIo, kUint8, kFloat};
+  static constexpr Type kInputs[] = {kIo, kUint8, kFloat, kInt32};
   static constexpr Type kOutputs[] = {kIo};
 
   explicit QuantLinearF8Inputs(const OrtKernelInfo* info);

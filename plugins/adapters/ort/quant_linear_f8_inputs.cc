@@ -14,13 +14,18 @@ QuantLinearF8Inputs::QuantLinearF8Inputs(const OrtKernelInfo* info) : PackedWeig
 
 OrtStatus* QuantLinearF8Inputs::ComputeV2(OrtKernelContext* context) noexcept {
   Call call(context);
-  Tensor x, weight, bias;
+  Tensor x, weight, bias, repeated;
   EB_ORT_RETURN_IF_ERROR(call.input(0, &x));
   EB_ORT_RETURN_IF_ERROR(weights(call, &weight));
   EB_ORT_RETURN_IF_ERROR(call.input(2, &bias));
-  if (x.rank != 2 || x.shape[1] != desc_.in_features) {
-    return refuse(node_, "x has %d dimensions, the last of %lld elements; expected 2 and in_features %d",
-                  x.rank, static_cast<long long>(x.rank > 0 ? x.shape[x.rank - 1] : 0), desc_.in_features);
+  EB_ORT_RETURN_IF_ERROR(call.input(3, &repeated));
+  const int64_t repeats = repeated.present() ? repeated.elements() : 0;
+  if (x.rank != 2 || x.shape[1] + repeats != desc_.in_features) {
+    return refuse(node_,
+                  "x has %d dimensions, the last of %lld elements; expected 2 and in_features %d less %lld "
+                  "repeated",
+                  x.rank, static_cast<long long>(x.rank > 0 ? x.shape[x.rank - 1] : 0), desc_.in_features,
+                  static_cast<long long>(repeats));
   }
   if (bias.present() && bias.elements() != desc_.out_features) {
     return refuse(node_, "bias has %lld elements, out_features is %d",
@@ -35,7 +40,8 @@ OrtStatus* QuantLinearF8Inputs::ComputeV2(OrtKernelContext* context) noexcept {
       call.report(node_, eb_quant_linear_f8_inputs_workspace_size(call.context(), &desc_, rows, &bytes)));
   EB_ORT_RETURN_IF_ERROR(call.workspace(node_, bytes, &memory));
   return call.report(
-      node_, eb_quant_linear_f8_inputs_run(call.context(), &desc_, rows, x.data, input_scale_, weight.data,
+      node_, eb_quant_linear_f8_inputs_run(call.context(), &desc_, rows, x.data, input_scale_,
+                                           static_cast<const int32_t*>(repeated.data), repeats, weight.data,
                                            bytes_, static_cast<const float*>(bias.data), y, memory, bytes));
 }
 

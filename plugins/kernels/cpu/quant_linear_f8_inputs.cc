@@ -1,4 +1,4 @@
-// y = E4M3(x).W^T + bias: rows of x are rounded, then multiplied in fp32.
+// y = E4M3(x).W^T + bias: rows of x are rounded, some inputs twice, then multiplied in fp32.
 //
 // Float formats go to eb_quant_linear_run as they are. Integer weights would meet int8 inputs there, so
 // groups of their panels are widened to fp32 first: sixteen columns of fp32 weights are a packed f32 panel.
@@ -23,6 +23,7 @@ constexpr float kSmallestScale = 0x1p-100f;
 constexpr float kSmallestNormalF8 = 0x1p-6f;
 constexpr float kRoundsToSubnormals = 0x1p14f;  // its last bit is worth 2^-9, E4M3's smallest step
 constexpr int64_t kWidenedBytes = 1 << 20;      // of a group of panels: stays in the second-level cache
+constexpr float kResidualSteps = 16.0f;         // what rounding leaves is at most 16 of the row's steps
 constexpr int64_t kMostPanels = 8;              // rows of x are prepared again for each group
 
 // The nearest E4M3 number, ties to even; at most 448 in magnitude.
@@ -35,18 +36,29 @@ inline float to_f8(float value) {
   return bits_to_float(sign | (magnitude < kSmallestNormalF8 ? subnormal : normal));
 }
 
-void round_row(const float* x, int64_t count, float input_scale, float* out) {
+// Inputs that are multiplied twice.
+struct Repeated {
+  const int32_t* at;
+  int64_t count;
+};
+
+// `count` inputs, and behind them what is left of those `repeated`.
+void round_row(const float* x, int64_t count, float input_scale, const Repeated& repeated, float* out) {
   uint32_t top = 0;  // magnitudes are ordered as their bits are, NaN above infinity
   for (int64_t i = 0; i < count; ++i) top = std::max(top, float_to_bits(x[i]) & 0x7fffffffu);
   const float largest = bits_to_float(top);
   const bool zero = input_scale == 0.0f && largest < kSmallestScale;
   if (zero || !std::isfinite(largest)) {
-    std::fill_n(out, count, zero ? 0.0f : std::numeric_limits<float>::quiet_NaN());
+    std::fill_n(out, count + repeated.count, zero ? 0.0f : std::numeric_limits<float>::quiet_NaN());
     return;
   }
   const float scale = input_scale == 0.0f ? largest / kLargestF8 : input_scale;
   const float inverse = input_scale == 0.0f ? kLargestF8 / largest : 1.0f / input_scale;
   for (int64_t i = 0; i < count; ++i) out[i] = scale * to_f8(x[i] * inverse);
+  for (int64_t r = 0; r < repeated.count; ++r) {
+    const int64_t i = repeated.at[r];
+    out[count + r] = scale / kResidualSteps * to_f8(kResidualSteps * inverse * (x[i] - out[i]));
+  }
 }
 
 // A panel of integer weights as packed f32: [K][16]. Exact, but for one rounding where there is a minimum.
@@ -79,6 +91,23 @@ void widen_panel(const QuantLinearLayout& layout, const uint8_t* panel, float* o
 
 eb_quant_linear_desc widened_desc(const eb_quant_linear_desc& desc, int64_t columns) {
   return {desc.in_features, static_cast<int32_t>(columns), EB_F32, 0, 1, EB_F32};
+}
+
+eb_status check_repeated(const eb_context* context, const QuantLinearLayout& layout, const int32_t* repeated,
+                         int64_t repeats) {
+  if (repeats < 0 || repeats >= layout.in_features || (repeats > 0 && repeated == nullptr)) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "QuantLinearF8Inputs: %lld repeated inputs among in_features %lld, or `repeated` is NULL",
+                static_cast<long long>(repeats), static_cast<long long>(layout.in_features));
+  }
+  for (int64_t r = 0; r < repeats; ++r) {
+    if (repeated[r] < 0 || repeated[r] >= layout.in_features - repeats) {
+      return fail(context, EB_INVALID_ARGUMENT,
+                  "QuantLinearF8Inputs: repeated[%lld] is %d, x has %lld columns", static_cast<long long>(r),
+                  repeated[r], static_cast<long long>(layout.in_features - repeats));
+    }
+  }
+  return EB_OK;
 }
 
 // Where things lie in the workspace: rounded rows, then for integer weights what each task has to itself.
@@ -198,9 +227,10 @@ extern "C" eb_status eb_quant_linear_f8_inputs_workspace_size(const eb_context* 
 
 extern "C" eb_status eb_quant_linear_f8_inputs_run(const eb_context* context,
                                                    const eb_quant_linear_desc* desc, int64_t rows,
-                                                   const void* x, float input_scale, const void* packed,
-                                                   size_t packed_bytes, const float* bias, void* y,
-                                                   void* workspace, size_t workspace_bytes) {
+                                                   const void* x, float input_scale, const int32_t* repeated,
+                                                   int64_t repeats, const void* packed, size_t packed_bytes,
+                                                   const float* bias, void* y, void* workspace,
+                                                   size_t workspace_bytes) {
   EB_RETURN_IF_ERROR(eb_quant_linear_f8_inputs_check(context, input_scale));
   QuantLinearLayout layout{};
   EB_RETURN_IF_ERROR(make_layout(context, desc, &layout));
@@ -208,6 +238,7 @@ extern "C" eb_status eb_quant_linear_f8_inputs_run(const eb_context* context,
     return fail(context, EB_INVALID_ARGUMENT, "QuantLinearF8Inputs: %lld rows of x",
                 static_cast<long long>(rows));
   }
+  EB_RETURN_IF_ERROR(check_repeated(context, layout, repeated, repeats));
   EB_RETURN_IF_ERROR(check_packed(context, layout, packed, packed_bytes));
   if (rows == 0) return EB_OK;
   EB_RETURN_IF_ERROR(check_pointer(context, "x", x, alignof(float)));
@@ -225,11 +256,12 @@ extern "C" eb_status eb_quant_linear_f8_inputs_run(const eb_context* context,
   float* rounded = static_cast<float*>(workspace);
   uint8_t* rest = static_cast<uint8_t*>(workspace) + room.x_bytes;
   constexpr int64_t kRows = 16;  // of a task
+  const int64_t inputs = layout.in_features - repeats;
   parallel_for(context, static_cast<size_t>((rows + kRows - 1) / kRows), [&](size_t task) {
     const int64_t begin = static_cast<int64_t>(task) * kRows, end = std::min(begin + kRows, rows);
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t at = row * layout.in_features;
-      round_row(static_cast<const float*>(x) + at, layout.in_features, input_scale, rounded + at);
+      round_row(static_cast<const float*>(x) + row * inputs, inputs, input_scale, {repeated, repeats},
+                rounded + row * layout.in_features);
     }
   });
   if (!layout.integer) {
