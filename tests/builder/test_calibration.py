@@ -276,10 +276,10 @@ def test_an_engine_says_how_inputs_are_rounded(exported, tmp_path):
         methods[name] = {layer.layer: layer.method for layer in report.layers}
         assert methods[name]["lm_head"] == "rtn"
     layer = "layers.1.mlp.down"
-    assert methods["fp8-w8a8"][layer] == "gptq, E4M3 inputs, 32 of them twice"
+    assert methods["fp8-w8a8"][layer] == "gptq, E4M3 inputs, 64 of them twice"
     assert methods["w4a8"][layer] == "rtn, E4M3 inputs, 32 of them twice"
     assert methods["fp8-w8a8-static"][layer].startswith("gptq, E4M3 inputs of scale 0.")
-    assert methods["fp8-w8a8-static"][layer].endswith(", 32 of them twice")
+    assert methods["fp8-w8a8-static"][layer].endswith(", 64 of them twice")
     assert methods["fp8"][layer] == "rtn"
 
 
