@@ -13,8 +13,11 @@ import onnx_ir as ir
 from enginebay.builder.config import BuildConfig, BuildError
 from enginebay.builder.exported import ExportedModel, read_exported
 from enginebay.builder.manifest import (
+    ENGINE,
     MANIFEST,
+    SCALES,
     SCHEMA_VERSION,
+    WEIGHTS,
     CacheGroupRecord,
     EngineManifest,
     FileRecord,
@@ -37,12 +40,11 @@ from enginebay.builder.weights import SidecarWriter, check_finite_tensor
 from enginebay.export.staging import obstacle, scratch_folder, staged
 from enginebay.plugins import ops
 
-ENGINE, WEIGHTS, SCALES = "engine.onnx", "weights.bin", "cache_scales.npz"
 INLINE_BYTES = 1024  # initializers up to this size stay in engine.onnx
 DEFAULT_SEQUENCE = 8192
 
 
-__all__ = ["BuildConfig", "BuildError", "build_engine", "choose"]
+__all__ = ["ENGINE", "BuildConfig", "BuildError", "build_engine", "choose"]
 
 
 def build_engine(
@@ -93,10 +95,10 @@ def build_engine(
             cache_groups=cache_groups,
             limits=limits,
             files=(
-                FileRecord.of(folder / ENGINE, sampled=False),
-                FileRecord.of(folder / WEIGHTS, sampled=True),
-                *(FileRecord.of(path, sampled=False) for path in folder.glob(SCALES)),
-                *(FileRecord.of(folder / path.name, sampled=False) for path in source.companions),
+                FileRecord.of(folder / ENGINE),
+                FileRecord.of(folder / WEIGHTS),
+                *(FileRecord.of(path) for path in folder.glob(SCALES)),
+                *(FileRecord.of(folder / path.name) for path in source.companions),
             ),
             weight_bytes=weight_bytes,
             built_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -97,5 +97,5 @@ def _source(folder: Path, model: ir.Model) -> SourceModel:
     digest = hashlib.sha256()
     for name in (SPEC, MODEL):
         digest.update((folder / name).read_bytes())
-    digest.update(FileRecord.of(folder / WEIGHTS, sampled=True).digest.encode())
+    digest.update(FileRecord.of(folder / WEIGHTS).digest.encode())
     return SourceModel(model.metadata_props.get("source", folder.resolve().name), digest.hexdigest())

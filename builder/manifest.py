@@ -16,27 +16,44 @@ What must agree, and how strictly:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
-import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginebay.builder.cache_record import COUNT_MAX, CacheGroupRecord, TierRecord, count_fault
 from enginebay.builder.document import DocumentError, from_json
+from enginebay.builder.file_record import FileRecord
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2
 MANIFEST_BYTES_MAX = 64 << 20
-# Of an element of a cache pool. int4: a block's rows are bytes, two codes each, then scales and minimums.
-CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8e4m3fn": 1, "int4": 1}
-BLOCK_AXES = {"paged": (4, 1), "latent": (2, 0)}  # dimensions of a block's shape, and the one of its tokens
-COUNT_MAX = 2**31 - 1  # kernels count in int32
+_FORMAT = re.compile(r"(f32|f16|bf16|f8|i8|i4)(\.b[1-9][0-9]{0,8})?(\.a?sym)?")
+ENGINE, WEIGHTS, SCALES = "engine.onnx", "weights.bin", "cache_scales.npz"
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+__all__ = [
+    "COUNT_MAX",
+    "ENGINE",
+    "MANIFEST",
+    "SCALES",
+    "SCHEMA_VERSION",
+    "WEIGHTS",
+    "CacheGroupRecord",
+    "EngineManifest",
+    "FileRecord",
+    "LayerRecord",
+    "LimitsRecord",
+    "ManifestError",
+    "PluginRecord",
+    "QuantizationRecord",
+    "RuntimeFacts",
+    "SourceModel",
+    "TargetRecord",
+    "TierRecord",
+    "enginebay_version",
+]
 
 
 class ManifestError(ValueError):
@@ -94,84 +111,6 @@ class QuantizationRecord:
 
 
 @dataclass(frozen=True)
-class TierRecord:
-    """A colder pool of each layer, [blocks, *block_shape] of `dtype`, for blocks whose tokens all have `age`
-    newer ones at least."""
-
-    dtype: str
-    age: int
-    block_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CacheGroupRecord:
-    """Layers whose caches share a block table; the pool of each is [blocks, *block_shape] of `dtype`.
-
-    `constant_shape`: of what calibration found for each layer, scales or for int4 offsets, which the graph
-    holds; [] where there is none. `tiers`: pools behind that one, by age; the scales of an int8 one are in
-    cache_scales.npz too, by the cache's name.
-    """
-
-    kind: str
-    layers: tuple[int, ...]
-    dtype: str
-    block_size: int
-    block_shape: tuple[int, ...]
-    constant_shape: tuple[int, ...]
-    tiers: tuple[TierRecord, ...] = ()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers of the group; with tiers, of the first pool."""
-        return self.pool_bytes[0]
-
-    @property
-    def pools(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """dtype and block shape of each pool of a layer."""
-        return ((self.dtype, self.block_shape), *((tier.dtype, tier.block_shape) for tier in self.tiers))
-
-    @property
-    def pool_bytes(self) -> tuple[int, ...]:
-        """`block_bytes` of each pool."""
-        return tuple(len(self.layers) * math.prod(shape) * CACHE_BYTES[dtype] for dtype, shape in self.pools)
-
-    def faults(self, key: str) -> Iterator[str]:
-        """What no group can have; `key` is the group's own in the manifest."""
-        if self.dtype not in CACHE_BYTES:
-            yield f"{key}.dtype: {self.dtype!r} is none of {', '.join(CACHE_BYTES)}"
-        if not self.layers:
-            yield f"{key}.layers: empty"
-        elif min(self.layers) < 0:
-            yield f"{key}.layers: {min(self.layers)} is no layer"
-        yield from _count_fault(f"{key}.block_size", self.block_size)
-        youngest = 1
-        for at, tier in enumerate(self.tiers):
-            if tier.dtype not in CACHE_BYTES:
-                yield f"{key}.tiers[{at}].dtype: {tier.dtype!r} is none of {', '.join(CACHE_BYTES)}"
-            if tier.age < youngest:
-                yield f"{key}.tiers[{at}].age: {tier.age} is less than {youngest}; ages ascend"
-            for axis, size in enumerate(tier.block_shape):
-                yield from _count_fault(f"{key}.tiers[{at}].block_shape[{axis}]", size)
-            if tier.block_shape[:-1] != self.block_shape[:-1]:
-                yield (
-                    f"{key}.tiers[{at}].block_shape: {list(tier.block_shape)} are not rows of the blocks "
-                    f"{list(self.block_shape)} of the first pool"
-                )
-            youngest = tier.age + 1
-        for at, size in enumerate(self.block_shape):
-            yield from _count_fault(f"{key}.block_shape[{at}]", size)
-        if self.kind not in BLOCK_AXES:
-            yield f"{key}.kind: {self.kind!r} is none of {', '.join(BLOCK_AXES)}"
-            return
-        dimensions, axis = BLOCK_AXES[self.kind]
-        if len(self.block_shape) != dimensions or self.block_shape[axis] != self.block_size:
-            yield (
-                f"{key}.block_shape: {list(self.block_shape)} is no shape of a {self.kind} block of "
-                f"{self.block_size} tokens"
-            )
-
-
-@dataclass(frozen=True)
 class LimitsRecord:
     """All counts. `max_sequence`: tokens of prompt and output together; `max_step_tokens`: of all
     sequences."""
@@ -180,21 +119,6 @@ class LimitsRecord:
     max_step_tokens: int
     max_sequence: int
     vocab_size: int
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of the folder. `digest` is SHA-256 of the whole, or, where `sampled`, of the size and evenly
-    spaced samples: enough to tell a moved, cut or exchanged sidecar without reading gigabytes."""
-
-    name: str
-    size: int
-    digest: str
-    sampled: bool
-
-    @staticmethod
-    def of(path: Path, *, sampled: bool) -> FileRecord:
-        return FileRecord(path.name, path.stat().st_size, _digest(path, sampled=sampled), sampled)
 
 
 @dataclass(frozen=True)
@@ -238,8 +162,8 @@ class EngineManifest:
         """The command that makes this engine again from its exported model."""
         cache = self.config.get("kv_cache", "auto")
         chosen = "" if cache == "auto" else f" --kv-cache {cache}"
-        if cache == "tiers":
-            chosen += " --cache-ages " + ",".join(map(str, self.config["cache_ages"]))
+        if ages := [str(tier.age) for group in self.cache_groups for tier in group.tiers]:
+            chosen += f" --cache-ages {','.join(ages)}"
         return (
             f"rebuild with: enginebay build EXPORTED {{engine}} --target {self.target.name} "
             f"--quant {self.quantization.recipe}{chosen}"
@@ -290,21 +214,71 @@ class EngineManifest:
         return manifest
 
     def _faults(self) -> Iterator[str]:
-        """What no engine can have: the key, its value and what it may be."""
+        """What no engine can have: the key, its value and what it may be. Later lines take earlier ones for
+        granted: only the first is worth reading."""
+        yield from self._file_faults()
+        for name, value in vars(self.limits).items():
+            yield from count_fault(f"limits.{name}", value)
+        for name, most in (("max_sequence", "max_positions"), ("vocab_size", "vocab_size")):
+            value, held = getattr(self.limits, name), self.model.get(most)
+            yield from count_fault(f"model.{most}", held)
+            if value > held or (name == most and value != held):
+                yield f"limits.{name}: {value}, but the model has {most} {held}"
+        if self.limits.max_step_tokens < self.limits.max_batch:
+            yield (
+                f"limits.max_step_tokens: {self.limits.max_step_tokens} is less than max_batch "
+                f"{self.limits.max_batch}, but a step gives every running sequence a token"
+            )
+        yield from self._layer_faults()
+        yield from self._cache_faults()
+        yield from rope_faults(self.model)
+
+    def _file_faults(self) -> Iterator[str]:
         if not self.files:
             yield "files: empty, but an engine has files"
         for index, record in enumerate(self.files):
-            if Path(record.name).name != record.name:
+            if Path(record.name).name != record.name or record.name in ("", "..") or "\0" in record.name:
                 yield f"files[{index}].name: {record.name!r} is not a plain file name"
-        for name, value in vars(self.limits).items():
-            yield from _count_fault(f"limits.{name}", value)
+            if record.size < 0:
+                yield f"files[{index}].size: {record.size} is no size"
+        sizes = {record.name: record.size for record in self.files}
+        if len(sizes) < len(self.files):
+            yield "files: a name is in them twice"
+        tiers = any(group.tiers for group in self.cache_groups)
+        for name in (ENGINE, WEIGHTS, *((SCALES,) if tiers else ())):
+            if name not in sizes:
+                yield f"files: without {name}"
+        if self.weight_bytes != sizes[WEIGHTS]:
+            yield f"weight_bytes: {self.weight_bytes}, but files has {WEIGHTS} of {sizes[WEIGHTS]} bytes"
+
+    def _layer_faults(self) -> Iterator[str]:
+        for name, layer in self.quantization.layers.items():
+            key = f"quantization.layers.{name}"
+            if len(layer.shape) != 2:
+                yield f"{key}.shape: {list(layer.shape)} is not [N, K]"
+            for at, size in enumerate(layer.shape):
+                yield from count_fault(f"{key}.shape[{at}]", size)
+            if layer.packed_bytes < 0:
+                yield f"{key}.packed_bytes: {layer.packed_bytes} is no size"
+            if not _FORMAT.fullmatch(layer.format):
+                yield f"{key}.format: {layer.format!r} is none, such as f16, i8.b32 or i4.b32.asym"
+        packed = sum(layer.packed_bytes for layer in self.quantization.layers.values())
+        if packed > self.weight_bytes:
+            yield f"quantization.layers: {packed} packed bytes, but weight_bytes is {self.weight_bytes}"
+
+    def _cache_faults(self) -> Iterator[str]:
         if not self.cache_groups:
             yield "cache_groups: empty, but every layer has a cache"
-        for index, group in enumerate(self.cache_groups):
-            yield from group.faults(f"cache_groups[{index}]")
+        model = self.model.get("cache_groups")
+        if not isinstance(model, list) or len(model) != len(self.cache_groups):
+            have = len(model) if isinstance(model, list) else "none"
+            yield f"cache_groups: {len(self.cache_groups)}, but the model has {have}"
+        assert isinstance(model, list)
         layers = [layer for group in self.cache_groups for layer in group.layers]
         if len(set(layers)) < len(layers):
             yield "cache_groups: a layer is in them twice"
+        for index, (group, own) in enumerate(zip(self.cache_groups, model, strict=True)):
+            yield from group.faults(f"cache_groups[{index}]", own if isinstance(own, dict) else {})
 
     def check(self, folder: Path, facts: RuntimeFacts) -> list[str]:
         """Compare with the files in `folder` and with this machine.
@@ -347,33 +321,20 @@ class EngineManifest:
         return notes
 
     def _file_problems(self, folder: Path) -> list[str]:
-        problems = []
-        for record in self.files:
-            path = folder / record.name
-            if not path.is_file():
-                problems.append(
-                    f"{path}: not found, but {MANIFEST} lists it; move an engine folder as a whole, or "
-                    + self.rebuild_command.format(engine=folder)
-                )
-                continue
-            size = path.stat().st_size
-            if size != record.size:
-                what = "cut short" if size < record.size else "too long"
-                problems.append(
-                    f"{path}: {what}: {MANIFEST} has {record.size} bytes, the file {size}; copy it again, or "
-                    + self.rebuild_command.format(engine=folder)
-                )
-            elif (digest := _digest(path, sampled=record.sampled)) != record.digest:
-                problems.append(
-                    f"{path}: not the file that was built: {MANIFEST} has digest {record.digest[:12]}, the "
-                    f"file {digest[:12]}; copy it again, or " + self.rebuild_command.format(engine=folder)
-                )
-        return problems
+        again = self.rebuild_command.format(engine=folder)
+        found = ((folder / record.name, record.difference(folder / record.name)) for record in self.files)
+        return [f"{path}: {difference}, or {again}" for path, difference in found if difference is not None]
 
 
-def _count_fault(key: str, value: int) -> Iterator[str]:
-    if not 1 <= value <= COUNT_MAX:
-        yield f"{key}: {value} is out of range; it must be between 1 and {COUNT_MAX}"
+def rope_faults(model: Mapping[str, Any]) -> Iterator[str]:
+    """What a runtime cannot read of the model's rotary embeddings."""
+    ropes = model.get("ropes", [])
+    if not isinstance(ropes, list):
+        yield f"model.ropes: {ropes!r} is no list"
+    for index, rope in enumerate(ropes):
+        if not isinstance(rope, dict) or not isinstance(rope.get("kind"), str):
+            yield f"model.ropes[{index}]: without kind"
+        yield from count_fault(f"model.ropes[{index}].original_positions", rope.get("original_positions"), 0)
 
 
 def enginebay_version() -> str:
@@ -385,19 +346,3 @@ def enginebay_version() -> str:
 
 def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split(".")[:2])
-
-
-def _digest(path: Path, *, sampled: bool) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if not sampled:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-            return digest.hexdigest()
-        size = file.seek(0, os.SEEK_END)
-        digest.update(size.to_bytes(8, "little"))
-        last = max(0, size - _SAMPLE_BYTES)
-        for index in range(_SAMPLES):
-            file.seek(last * index // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from enginebay.builder import file_record
 from enginebay.builder.manifest import (
     MANIFEST,
+    SCALES,
     SCHEMA_VERSION,
     CacheGroupRecord,
     EngineManifest,
@@ -46,7 +49,14 @@ def engine(tmp_path: Path) -> Path:
         enginebay_version=enginebay_version(),
         source=SourceModel("tiny", "f" * 64),
         config={"quant": "int4"},
-        model={"architecture": "LlamaForCausalLM", "layers": [{"hidden": 64}]},
+        model={
+            "architecture": "LlamaForCausalLM",
+            "layers": [{"hidden": 64}],
+            "vocab_size": 128,
+            "max_positions": 512,
+            "cache_groups": [{"kind": "paged", "layers": [0, 1], "kv_heads": 2, "head_dim": 16}],
+            "ropes": [{"kind": "default", "original_positions": 512}],
+        },
         target=TargetRecord("ort-cpu", "onnxruntime", "1.32.0"),
         plugins=PluginRecord(
             {"QuantLinear": 1, "PagedAttention": 1}, {"i4.b32.asym": "panel16-i4@1"}, "a" * 64
@@ -58,9 +68,9 @@ def engine(tmp_path: Path) -> Path:
         cache_groups=(CacheGroupRecord("paged", (0, 1), "float16", 16, (2, 16, 2, 16), ()),),
         limits=LimitsRecord(64, 2048, 256, 128),
         files=(
-            FileRecord.of(tmp_path / "engine.onnx", sampled=False),
-            FileRecord.of(tmp_path / "weights.bin", sampled=True),
-            FileRecord.of(tmp_path / "tokenizer.json", sampled=False),
+            FileRecord.of(tmp_path / "engine.onnx"),
+            FileRecord.of(tmp_path / "weights.bin"),
+            FileRecord.of(tmp_path / "tokenizer.json"),
         ),
         weight_bytes=1 << 20,
         built_at="2026-11-30T10:00:00+00:00",
@@ -76,10 +86,11 @@ def edit(engine: Path, key: str, value: object) -> None:
     place = document
     for step in path:
         place = place[int(step)] if isinstance(place, list) else place[step]
+    at = int(last) if isinstance(place, list) else last
     if value is ...:
-        del place[last]
+        del place[at]
     else:
-        place[last] = value
+        place[at] = value
     (engine / MANIFEST).write_text(json.dumps(document))
 
 
@@ -206,16 +217,44 @@ def test_a_folder_without_a_manifest(tmp_path):
         (
             "cache_groups.0.kind",
             "latent",
-            r"block_shape: \[2, 16, 2, 16\] is no shape of a latent block of 16",
+            r"latent layers \[0, 1\], but the model has 'paged' layers \[0, 1\]",
         ),
+        ("cache_groups.0.layers", [0, 1, 2], r"paged layers \[0, 1, 2\], but the model has 'paged' layers"),
         ("cache_groups.0.block_size", 0, r"cache_groups\[0\].block_size: 0 is out of range"),
+        ("cache_groups.0.block_size", 32, r"block_shape: \[2, 16, 2, 16\], but a paged float16 block of 32"),
+        ("cache_groups.0.block_shape", [], r"block_shape: \[\], but"),
+        ("cache_groups.0.block_shape", [2, 16, 0, 16], r"block_shape: \[2, 16, 0, 16\], but"),
+        ("cache_groups.0.block_shape", [2, 16, 2, 2**40], r"is \[2, 16, 2, 16\]"),
+        ("cache_groups.0.constant_shape", [2, 2, 16], r"constant_shape: \[2, 2, 16\], but .* takes \[\]"),
+        ("cache_groups.0.dtype", "int8", r"constant_shape: \[\], but .* takes \[2, 2\] or \[2, 2, 16\]"),
+        ("cache_groups.0.dtype", "int4", r"block_shape: head_dim 16 is no positive multiple of 32"),
+        ("model.cache_groups.0.kv_heads", 3, r"block_shape: .* 3 heads of 16, is \[2, 16, 3, 16\]"),
+        ("model.cache_groups.0.head_dim", -16, r"model\.cache_groups\[0\]\.head_dim: -16 is out of range"),
+        ("model.cache_groups.0.head_dim", 1.5, r"head_dim: 1\.5 is out of range"),
+        ("model.cache_groups.0", 7, "the model has None layers None"),
+        ("model.cache_groups", [], "cache_groups: 1, but the model has 0"),
+        ("model.cache_groups", ..., "cache_groups: 1, but the model has none"),
+        ("model.ropes.0", {}, r"model\.ropes\[0\]: without kind"),
+        ("model.ropes.0.original_positions", 1e9, r"original_positions: 1000000000\.0 is out of range"),
+        ("model.vocab_size", 127, "limits.vocab_size: 128, but the model has vocab_size 127"),
+        ("model.vocab_size", 129, "limits.vocab_size: 128, but the model has vocab_size 129"),
+        ("model.vocab_size", "128", "model.vocab_size: '128' is out of range"),
+        ("model.max_positions", 255, "limits.max_sequence: 256, but the model has max_positions 255"),
+        ("limits.max_batch", 4096, "limits.max_step_tokens: 2048 is less than max_batch 4096"),
+        ("weight_bytes", 7, "weight_bytes: 7, but files has weights.bin of 1048576 bytes"),
+        ("files.1.name", "engine.onnx", "files: a name is in them twice"),
+        ("files.1.name", "other.bin", "files: without weights.bin"),
+        ("files.1.name", "..", "is not a plain file name"),
+        ("files.1.name", "", "is not a plain file name"),
+        ("files.1.size", -1, r"files\[1\].size: -1 is no size"),
+        ("quantization.layers.lm_head.shape", [64], r"lm_head.shape: \[64\] is not \[N, K\]"),
+        ("quantization.layers.lm_head.shape", [64, 0], r"lm_head.shape\[1\]: 0 is out of range"),
         (
-            "cache_groups.0.block_size",
-            32,
-            r"block_shape: \[2, 16, 2, 16\] is no shape of a paged block of 32",
+            "quantization.layers.lm_head.packed_bytes",
+            2**50,
+            "1125899906842624 packed bytes, but weight_bytes",
         ),
-        ("cache_groups.0.block_shape", [], r"block_shape: \[\] is no shape"),
-        ("cache_groups.0.block_shape", [2, 16, 0, 16], r"block_shape\[2\]: 0 is out of range"),
+        ("quantization.layers.lm_head.format", "i4.b0", "lm_head.format: 'i4.b0' is none"),
         (
             "cache_groups.0.dtype",
             "int3",
@@ -228,6 +267,81 @@ def test_a_malformed_document_names_the_key(engine, key, value, words):
     with pytest.raises(ManifestError, match=words) as caught:
         EngineManifest.load(engine)
     assert str(engine / MANIFEST) in str(caught.value)
+
+
+def tiered(dtype: str = "float16") -> dict[str, object]:
+    """A group with tiers of the fixture's layers, heads of 32."""
+    tiers = [
+        {"dtype": "int8", "age": 64, "block_shape": [2, 16, 2, 32]},
+        {"dtype": "int4", "age": 128, "block_shape": [2, 16, 2, 20]},
+    ]
+    shapes = {"block_shape": [2, 16, 2, 32], "constant_shape": [2, 2, 32]}
+    return {"kind": "paged", "layers": [0, 1], "dtype": dtype, "block_size": 16, **shapes, "tiers": tiers}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("dtype", "float16", None),
+        ("constant_shape", [2, 2], None),
+        ("constant_shape", [], r"constant_shape: \[\], but"),
+        ("constant_shape", [2, 2, 16], r"constant_shape: \[2, 2, 16\], but"),
+        (
+            "tiers.0.block_shape",
+            [2, 16, 4, 32],
+            r"tiers\[0\].block_shape: \[2, 16, 4, 32\], but a paged int8 block",
+        ),
+        (
+            "tiers.1.block_shape",
+            [2, 16, 2, 32],
+            r"tiers\[1\].block_shape: .* int4 block .* is \[2, 16, 2, 20\]",
+        ),
+        ("tiers.1.dtype", "int8", r"tiers\[1\].block_shape|there are none, or int8 and int4"),
+        ("tiers.1", ..., "tiers: int8; there are none, or int8 and int4"),
+        ("tiers.0.age", 0, r"tiers\[0\].age: 0 is out of range"),
+        ("tiers.1.age", 64, r"tiers\[1\].age: 64 is less than 65; ages ascend"),
+        ("tiers.1.age", 2**31, r"tiers\[1\].age: 2147483648 is out of range"),
+        ("dtype", "int8", "behind a paged int8 cache"),
+    ],
+)
+def test_tiers_agree_with_the_heads(engine, key, value, words):
+    (engine / SCALES).write_bytes(b"scales")
+    document = json.loads((engine / MANIFEST).read_text())
+    document["cache_groups"] = [tiered()]
+    document["model"]["cache_groups"][0]["head_dim"] = 32
+    document["files"].append(dataclasses.asdict(FileRecord.of(engine / SCALES)))
+    (engine / MANIFEST).write_text(json.dumps(document))
+    edit(engine, f"cache_groups.0.{key}", value)
+    if words is None:
+        assert EngineManifest.load(engine).rebuild_command.endswith("--cache-ages 64,128")
+        return
+    with pytest.raises(ManifestError, match=words):
+        EngineManifest.load(engine)
+
+
+@pytest.mark.parametrize("name", ["engine.onnx", "weights.bin", "tokenizer.json"])
+def test_a_flipped_bit_anywhere_in_a_small_file_is_found(engine, name):
+    data = (engine / name).read_bytes()
+    rng = np.random.default_rng()
+    for at in (0, len(data) - 1, *rng.integers(0, len(data), 8)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        (engine / name).write_bytes(flipped)
+        with pytest.raises(ManifestError, match=rf"{name}: not the file that was built"):
+            EngineManifest.load(engine).check(engine, FACTS)
+
+
+def test_a_large_file_is_sampled_and_a_hole_in_it_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_record, "WHOLE_BYTES_MAX", 1 << 20)
+    path = tmp_path / "weights.bin"
+    data = np.random.default_rng(3).bytes(2 << 20)
+    path.write_bytes(data)
+    record = FileRecord.of(path)
+    assert record.sampled
+    assert record.difference(path) is None
+    for at in (0, 1 << 20, len(data) - (64 << 10)):  # 64 KiB that were never copied
+        path.write_bytes(data[:at] + bytes(64 << 10) + data[at + (64 << 10) :])
+        assert "not the file that was built" in str(record.difference(path))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "nul", '"x"', "[" * 100_000, "9" * 5000, "\ufeff{}"])

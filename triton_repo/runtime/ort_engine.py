@@ -104,14 +104,15 @@ class OrtEngine:
         self._layers = group.layers
         self._tier_names = [f"cache_{tier.dtype}" for tier in group.tiers]
         self._check_signature(folder / _GRAPH)
-        # np.zeros takes pages from the system as they are first written.
         self._tiers: list[list[NDArray[Any]]] = [
-            [np.zeros((size, *shape), _CACHE_TYPES[dtype][0]) for _ in group.layers]
+            [_allocated("cache pools", (size, *shape), _CACHE_TYPES[dtype][0]) for _ in group.layers]
             for size, (dtype, shape) in zip(sizes, group.pools, strict=True)
         ]
         self._pools = self._tiers[0]
         self._scales = _scales(folder, group)
-        self._logits: NDArray[np.float32] = np.empty((limits.max_batch, limits.vocab_size), np.float32)
+        self._logits: NDArray[np.float32] = _allocated(
+            "logits of max_batch rows", (limits.max_batch, limits.vocab_size), np.float32
+        )
         self._binding = self._session.io_binding()
         element_type = _CACHE_TYPES[group.dtype][1]
         for layer, pool in zip(self._layers, self._pools, strict=True):
@@ -151,19 +152,35 @@ class OrtEngine:
                 convert_cache(self._library, *pools, pairs, self._scales[index] if scaled else None)
 
     def _check_signature(self, path: Path) -> None:
-        """Refuses a graph whose inputs or outputs are not those of docs/ARCHITECTURE.md."""
-        caches = [f"{name}.{layer}" for name in ("cache", *self._tier_names) for layer in self._layers]
-        outputs = [f"cache_out.{layer}" for layer in self._layers]
-        for what, found, expected in (
-            ("inputs", self._session.get_inputs(), {*_STEP_INPUTS, *caches}),
-            ("outputs", self._session.get_outputs(), {"logits", *outputs}),
+        """Refuses a graph whose inputs or outputs are not those of docs/ARCHITECTURE.md, or whose caches and
+        logits are not of the manifest's shapes and types."""
+        group = self.manifest.cache_groups[0]
+        caches: dict[str, tuple[int, ...]] = {}
+        for name, (_, shape) in zip(("cache", *self._tier_names), group.pools, strict=True):
+            caches |= {f"{name}.{layer}": shape for layer in self._layers}
+        outputs = {f"cache_out.{layer}": group.block_shape for layer in self._layers}
+        for what, found, rest, expected in (
+            ("inputs", self._session.get_inputs(), set(_STEP_INPUTS), caches),
+            (
+                "outputs",
+                self._session.get_outputs(),
+                set(),
+                {"logits": (self._limits.vocab_size,), **outputs},
+            ),
         ):
-            names = {value.name for value in found}
-            if names != expected:
+            names, wanted = {value.name for value in found}, {*rest, *expected}
+            if names != wanted:
                 raise EngineLoadError(
-                    f"{path}: {what} differ from this runtime's: missing {sorted(expected - names)}, "
-                    f"unknown {sorted(names - expected)}"
+                    f"{path}: {what} differ from this runtime's: missing {sorted(wanted - names)}, "
+                    f"unknown {sorted(names - wanted)}"
                 )
+            for value in found:
+                behind = expected.get(value.name)
+                if behind is not None and tuple(value.shape[1:]) != behind:
+                    raise EngineLoadError(
+                        f"{path}: {value.name} has the shape {value.shape}, but manifest.json says "
+                        f"{list(behind)} behind the first; build the engine again"
+                    )
 
     def _probe(self, path: Path) -> None:
         """Runs one token and refuses an engine that does not write exactly its slot of every pool."""
@@ -268,11 +285,32 @@ def _check_tiers(folder: Path, limits: EngineLimits, group: CacheGroupRecord) ->
 
 
 def _scales(folder: Path, group: CacheGroupRecord) -> list[NDArray[np.float32]]:
-    """[2, Hkv, D] of each layer where the cache has tiers."""
+    """Of each layer where the cache has tiers, of the manifest's shape. EngineLoadError for another file."""
     if not group.tiers:
         return []
-    with np.load(folder / _SCALES) as file:
-        return [file[f"cache.{layer}"] for layer in group.layers]
+    path = folder / _SCALES
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            scales = [file[f"cache.{layer}"] for layer in group.layers]
+    except Exception as error:  # zipfile and numpy raise many kinds for bytes that are no archive of arrays
+        raise EngineLoadError(
+            f"{path}: not the scales of a cache: {error}; build the engine again"
+        ) from error
+    for layer, scale in zip(group.layers, scales, strict=True):
+        if scale.dtype != np.float32 or scale.shape != group.constant_shape:
+            raise EngineLoadError(
+                f"{path}: cache.{layer} is {scale.dtype} {list(scale.shape)}, but manifest.json says float32 "
+                f"{list(group.constant_shape)}; build the engine again"
+            )
+    return scales
+
+
+def _allocated(what: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+    """Zeros; pages come from the system as they are first written. EngineLoadError where there is no room."""
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can name
+        raise EngineLoadError(f"{what} of {list(shape)} {np.dtype(dtype)} do not fit in memory") from error
 
 
 def _session(graph: Path, library: Path, options: EngineOptions) -> ort.InferenceSession:

@@ -201,9 +201,7 @@ def test_an_engine_that_does_not_write_its_cache_is_refused(
     at = list(model.graph.node).index(attention) + 1
     model.graph.node.insert(at, onnx.helper.make_node("Identity", ["cache.1"], ["cache_out.1"]))
     onnx.save(model, folder / "engine.onnx")
-    manifest = EngineManifest.load(folder)
-    files = tuple(FileRecord.of(folder / record.name, sampled=record.sampled) for record in manifest.files)
-    replace(manifest, files=files).save(folder)
+    record_again(folder)
     with pytest.raises(Exception, match=r"layers\.1"):
         OrtEngine(folder, EngineOptions(num_blocks=4))
 
@@ -233,7 +231,9 @@ def test_the_probe_names_the_layer_that_is_not_updated_in_place(
         (("limits", "vocab_size"), 2**40, r"limits\.vocab_size: 1099511627776"),
         (("cache_groups", 0, "block_size"), 0, r"block_size: 0"),
         (("cache_groups", 0, "block_size"), 17, r"block_shape: .* 17 tokens"),
-        (("cache_groups", 0, "block_shape"), [2, 16, 0, 16], r"block_shape\[2\]: 0"),
+        (("cache_groups", 0, "block_shape"), [2, 16, 0, 16], r"block_shape: \[2, 16, 0, 16\]"),
+        (("limits", "max_sequence"), 2**31 - 1, r"limits\.max_sequence: 2147483647, but the model has"),
+        (("weight_bytes",), 1, r"weight_bytes: 1, but files has"),
         (("cache_groups", 0, "block_shape"), [16, 16], r"block_shape: "),
         (("cache_groups", 0, "layers"), [], r"layers: empty"),
     ],
@@ -251,6 +251,60 @@ def test_numbers_that_no_engine_can_have_are_named(
     path.write_text(json.dumps(document))
     with pytest.raises(ManifestError, match=rf"manifest\.json: .*{words}"):
         OrtEngine(folder)
+
+
+def test_a_manifest_that_agrees_with_itself_but_not_with_the_graph_is_refused(
+    engine_folder: EngineFolder, tmp_path: Path
+) -> None:
+    folder = copied(engine_folder("int4"), tmp_path / "engine")
+    path = folder / "manifest.json"
+    whole = path.read_text()
+    document = json.loads(whole)
+    document["cache_groups"][0]["block_shape"][2] = document["model"]["cache_groups"][0]["kv_heads"] = 1
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        EngineLoadError, match=r"cache\.0 has the shape .*says \[2, 16, 1, 16\] behind the first"
+    ):
+        OrtEngine(folder, EngineOptions(num_blocks=4))
+    document = json.loads(whole)
+    document["limits"]["vocab_size"] = document["model"]["vocab_size"] = 8
+    path.write_text(json.dumps(document))
+    with pytest.raises(EngineLoadError, match=r"logits has the shape .*says \[8\] behind the first"):
+        OrtEngine(folder, EngineOptions(num_blocks=4))
+
+
+def test_more_than_there_is_memory_for_is_named(engine_folder: EngineFolder, tmp_path: Path) -> None:
+    folder = copied(engine_folder("int4"), tmp_path / "engine")
+    with pytest.raises(
+        EngineLoadError, match=r"cache pools of \[1152921504606846976, 2, 16, 2, 16\] float16 do not"
+    ):
+        OrtEngine(folder, EngineOptions(num_blocks=2**60))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"x" * 100])
+def test_scales_that_are_none_are_named(engine_folder: EngineFolder, tmp_path: Path, content: bytes) -> None:
+    folder = copied(engine_folder("fp32", "tiers"), tmp_path / "engine")
+    (folder / "cache_scales.npz").write_bytes(content)
+    record_again(folder)
+    with pytest.raises(EngineLoadError, match=r"cache_scales\.npz: not the scales of a cache"):
+        OrtEngine(folder)
+
+
+def test_scales_of_another_shape_are_named(engine_folder: EngineFolder, tmp_path: Path) -> None:
+    folder = copied(engine_folder("fp32", "tiers"), tmp_path / "engine")
+    ones = np.ones((2, 1, 16), np.float32)
+    np.savez(folder / "cache_scales.npz", **{"cache.0": ones, "cache.1": ones})
+    record_again(folder)
+    with pytest.raises(EngineLoadError, match=r"cache\.0 is float32 \[2, 1, 16\], but manifest\.json says"):
+        OrtEngine(folder)
+
+
+def record_again(folder: Path) -> None:
+    """The manifest of what the files are now."""
+    manifest = EngineManifest.load(folder)
+    replace(manifest, files=tuple(FileRecord.of(folder / record.name) for record in manifest.files)).save(
+        folder
+    )
 
 
 def test_another_version_of_the_runtime_is_refused(engine_folder: EngineFolder, tmp_path: Path) -> None:
