@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-WHOLE_BYTES_MAX = 256 << 20  # files up to this size are hashed whole: 0.2 to 0.5 s where there are SHA instructions
+WHOLE_BYTES_MAX = 256 << 20  # files up to this size are hashed whole, in 0.2 to 0.5 s
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
