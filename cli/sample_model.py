@@ -70,8 +70,8 @@ def convert_gguf(gguf: Path, out: Path) -> None:
             f"'{model.meta.get('tokenizer.ggml.pre')}'; expected 'llama', 'smollm'"
         )
     weights = {
-        model.hf_name(name): model.with_halves(name, tensor.numbers()).astype(np.float16)
-        for name, tensor in model.tensors.items()
+        name: model.with_halves(tensor, tensor.numbers()).astype(np.float16)
+        for name, tensor in model.weights().items()
     }
     save_weights(weights, out / "model.safetensors")
     write_json(out / "config.json", {**model.config(), "dtype": "float16"})

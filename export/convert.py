@@ -17,6 +17,7 @@ from typing import Any
 
 from enginebay.export.checkpoint import INDEX, SINGLE, shard_names
 from enginebay.export.errors import CheckpointError, ExportError
+from enginebay.export.gguf_header import shown
 from enginebay.export.gguf_model import GgufModel, read_gguf, write_folder
 from enginebay.export.gguf_tokenizer import known_tokenizer, write_tokenizer
 from enginebay.export.staging import scratch_folder
@@ -106,9 +107,13 @@ def _convert_pickles(source: Path, names: list[str], folder: Path) -> None:
 def _convert_gguf(path: Path, folder: Path) -> tuple[str, ...]:
     """A Llama's blocks stay where the kernels have them; the notes say what became of each kind of tensor."""
     model = read_gguf(path)
+    if not isinstance(model.meta.get("general.architecture"), str):
+        raise CheckpointError(f"{path}: general.architecture is missing; it says what the model is")
     if model.architecture != "llama":
         _convert_through_transformers(path, folder)
-        return (f"{path.name}: a '{model.architecture}', read by transformers: its blocks became numbers",)
+        return (
+            f"{path.name}: a {shown(model.architecture)}, read by transformers: its blocks became numbers",
+        )
     notes = write_folder(model, folder)
     if known_tokenizer(model):
         write_tokenizer(model, folder)
@@ -119,7 +124,7 @@ def _convert_gguf(path: Path, folder: Path) -> tuple[str, ...]:
 def _save_tokenizer(model: GgufModel, folder: Path) -> tuple[str, ...]:
     """The tokenizer as transformers reads it, where it can."""
     pre = model.meta.get("tokenizer.ggml.pre", model.meta.get("tokenizer.ggml.model"))
-    _, transformers = _imports(f"a GGUF file with tokenizer '{pre}'")
+    _, transformers = _imports(f"a GGUF file with tokenizer {shown(pre)}")
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             model.path.parent, gguf_file=model.path.name, local_files_only=True, trust_remote_code=False
@@ -127,7 +132,7 @@ def _save_tokenizer(model: GgufModel, folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot read the tokenizer of {model.path}: {error}") from error
     tokenizer.save_pretrained(folder)
-    return (f"tokenizer '{pre}' was read by transformers",)
+    return (f"tokenizer {shown(pre)} was read by transformers",)
 
 
 def _convert_through_transformers(path: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginebay.export.checkpoint import SINGLE
-from enginebay.export.errors import CheckpointError, ExportError
+from enginebay.export.errors import CheckpointError
 from enginebay.export.gguf_blocks import ROW_BYTES
+from enginebay.export.gguf_config import LlamaConfig, llama3_rope, read_config
+from enginebay.export.gguf_header import TensorRecord, read_header, shown
 
 # GGUF tensor name of a block → Hugging Face name of the layer's tensor.
 _LAYER_NAMES = {
@@ -44,35 +47,62 @@ _MODEL_NAMES = {
 }
 # Tensors that become one weight of the graph: their blocks stay only where all are of one kind.
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
-_ROTARY_HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+_ROPE_FACTORS = "rope_freqs.weight"
 _FLOATS = {"F32": "F32", "F16": "F16"}
-_SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-_READ = {
-    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
-    *("rope.dimension_count", "rope.freq_base", "attention.key_length", "attention.value_length"),
-}
+_SHOWN = 4  # of many wrong tensors
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`kind` as the file says ("Q4_1"); `data`: raw blocks uint8 [N, bytes of a row], or floats."""
+    """A tensor over a mapping of the file."""
 
-    name: str
-    kind: str
-    data: NDArray[Any]
-    quantization: Any
+    path: Path
+    record: TensorRecord
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def kind(self) -> str:
+        """As the file says ("Q4_1")."""
+        return self.record.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    def data(self) -> NDArray[Any]:
+        """Floats [N, K], or raw blocks uint8 [N, bytes of a row]."""
+        dtype = {"F32": np.float32, "F16": np.float16}.get(self.kind, np.uint8)
+        columns = self.record.row_bytes // np.dtype(dtype).itemsize
+        return np.memmap(self.path, dtype, "r", self.record.offset, (*self.shape[:-1], columns))
 
     def numbers(self) -> NDArray[np.float32]:
+        """CheckpointError for a kind that holds no weights, and for NaN and infinity."""
         from gguf import dequantize
 
-        values: NDArray[np.float32] = dequantize(self.data, self.quantization).astype(np.float32)
+        try:
+            values: NDArray[np.float32] = dequantize(self.data(), self.record.quantization).astype(np.float32)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(self.name)} is of kind {self.kind}, which the gguf package "
+                "cannot turn into numbers; export the Hugging Face checkpoint instead"
+            ) from error
+        self.check_finite(values)
         return values
+
+    def check_finite(self, values: NDArray[Any]) -> None:
+        """`values` [N, K] or [N] of this tensor."""
+        if np.isfinite(values).all():
+            return
+        row = int(np.argwhere(~np.isfinite(values))[0][0])
+        raise CheckpointError(f"{self.path}: tensor {shown(self.name)} has NaN or infinity in row {row}")
 
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The file's metadata by key, and its tensors over a mapping of the file."""
+    """The file's metadata by key, and its tensors by name."""
 
     path: Path
     meta: dict[str, Any]
@@ -82,110 +112,108 @@ class GgufModel:
     def architecture(self) -> str:
         return str(self.meta.get("general.architecture"))
 
-    def hf_name(self, name: str) -> str:
-        """CheckpointError for a tensor that a Llama does not have."""
-        if name in _MODEL_NAMES:
-            return _MODEL_NAMES[name]
-        prefix, _, rest = name.partition(".")
-        layer, _, part = rest.partition(".")
-        part, _, suffix = part.partition(".")
-        if prefix != "blk" or part not in _LAYER_NAMES or suffix not in ("weight", "bias"):
-            raise CheckpointError(
-                f"{self.path}: tensor '{name}' is not part of the Llama that this converter knows; "
-                "export the Hugging Face checkpoint instead"
-            )
-        return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+    @cached_property
+    def llama(self) -> LlamaConfig:
+        """CheckpointError naming what is wrong with the metadata."""
+        embedding = self.tensors.get(_EMBEDDING)
+        return read_config(self.path, self.meta, embedding.shape[0] if embedding is not None else 0)
 
-    def with_halves(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Rows [N, …] of tensor `name`, rotary pairs as Hugging Face has them."""
-        part = name.split(".")[2] if name.startswith("blk.") else ""
-        if part not in _ROTARY_HEADS:
+    def weights(self) -> dict[str, GgufTensor]:
+        """The tensors that are weights, by Hugging Face's names.
+
+        CheckpointError for one that is missing, of another shape than the metadata says, or that a Llama does
+        not have."""
+        expected = self._expected_shapes()
+        missing = [
+            name
+            for name in expected
+            if name.endswith("weight") and name not in {*self.tensors, "output.weight"}
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: {len(missing)} tensors are missing: {', '.join(missing[:_SHOWN])}; "
+                f"llama.block_count is {self.llama.layers}"
+            )
+        weights = {}
+        for name, tensor in self.tensors.items():
+            if name == _ROPE_FACTORS:
+                continue
+            if name not in expected:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)} is not part of the Llama that this converter "
+                    f"knows, of {self.llama.layers} layers; export the Hugging Face checkpoint instead"
+                )
+            hf_name, shape = expected[name]
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)} has shape {list(tensor.shape)}, the metadata calls "
+                    f"for {list(shape)}"
+                )
+            weights[hf_name] = tensor
+        return weights
+
+    def _expected_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Hugging Face's name and the shape of each weight, and of each bias there might be."""
+        llama = self.llama
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (hf_name, (llama.hidden,) if "norm" in name else (llama.vocab, llama.hidden))
+            for name, hf_name in _MODEL_NAMES.items()
+        }
+        for layer in range(llama.layers):
+            for part, shape in llama.shapes().items():
+                at, hf_at = f"blk.{layer}.{part}", f"model.layers.{layer}.{_LAYER_NAMES[part]}"
+                expected[f"{at}.weight"] = (f"{hf_at}.weight", shape)
+                if len(shape) == 2:
+                    expected[f"{at}.bias"] = (f"{hf_at}.bias", shape[:1])
+        return expected
+
+    def with_halves(self, tensor: GgufTensor, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows [N, …] of `tensor`, rotary pairs as Hugging Face has them."""
+        heads = {"attn_q": self.llama.heads, "attn_k": self.llama.kv_heads}
+        part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+        if part not in heads:
             return rows
-        pairs = rows.reshape(
-            int(self.meta[_ROTARY_HEADS[part]]), -1, 2, *rows.shape[1:]
-        )  # [heads, D/2, 2, …]
+        pairs = rows.reshape(heads[part], -1, 2, *rows.shape[1:])  # [heads, D/2, 2, …]
         return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
     def config(self) -> dict[str, Any]:
-        """config.json. CheckpointError naming metadata that is missing or that no plain Llama has."""
-        unknown = sorted(
-            key for key in self.meta if key.startswith("llama.") and key.removeprefix("llama.") not in _READ
-        )
-        if unknown:
-            raise CheckpointError(
-                f"{self.path}: {', '.join(unknown)}: this converter knows no such Llama; export the Hugging "
-                "Face checkpoint instead"
-            )
-        heads, hidden = self._count("attention.head_count"), self._count("embedding_length")
-        vocab = self.tensors[_EMBEDDING].data.shape[0] if _EMBEDDING in self.tensors else 0
-        biased = {
-            part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in self.tensors
-        }
-        ids = {key: self.meta.get(f"tokenizer.ggml.{name}_token_id") for key, name in _SPECIAL.items()}
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": hidden,
-            "intermediate_size": self._count("feed_forward_length"),
-            "max_position_embeddings": self._count("context_length"),
-            "num_attention_heads": heads,
-            "num_hidden_layers": self._count("block_count"),
-            "num_key_value_heads": int(self.meta.get("llama.attention.head_count_kv", heads)),
-            "head_dim": int(self.meta.get("llama.attention.key_length", hidden // heads)),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": float(self.meta.get("llama.rope.freq_base", 10000.0)),
-            "vocab_size": int(self.meta.get("llama.vocab_size", vocab)),
-            "attention_bias": "attn_q" in biased,
-            "mlp_bias": "ffn_up" in biased,
+        """config.json. CheckpointError as of `llama`, and for scaled RoPE that is not Llama 3's."""
+        config = {
+            **self.llama.as_json(),
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            **{key: int(value) for key, value in ids.items() if value is not None},
         }
-
-    def _count(self, key: str) -> int:
-        return int(self._number(key))
-
-    def _number(self, key: str) -> float:
-        value = self.meta.get(f"llama.{key}")
-        if not isinstance(value, int | float):
-            raise CheckpointError(f"{self.path}: llama.{key} is {value!r:.60}, not a number")
-        return float(value)
+        factors = self.tensors.get(_ROPE_FACTORS)
+        if factors is None:
+            return config
+        if factors.shape != (self.llama.head_dim // 2,) or factors.kind != "F32":
+            raise CheckpointError(
+                f"{self.path}: tensor '{_ROPE_FACTORS}' is {factors.kind} of shape {list(factors.shape)}; "
+                f"F32 [{self.llama.head_dim // 2}] is wanted"
+            )
+        return config | {"rope_scaling": llama3_rope(self.path, factors.data(), self.llama.theta)}
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """Maps the file. CheckpointError for one that is none, ExportError where the gguf package is absent."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ExportError(
-            f"reading a GGUF file needs the gguf package ({error}): pip install 'enginebay[build]'"
-        ) from error
-    try:
-        reader = GGUFReader(path)
-        meta = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {
-            t.name: GgufTensor(t.name, t.tensor_type.name, t.data, t.tensor_type) for t in reader.tensors
-        }
-    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path} cannot be read as GGUF: {error}") from error
-    return GgufModel(path, meta, tensors)
+    """CheckpointError for a file that is none or contradicts itself; see `read_header`."""
+    header = read_header(path)
+    return GgufModel(path, header.meta, {record.name: GgufTensor(path, record) for record in header.tensors})
 
 
 def write_folder(model: GgufModel, folder: Path) -> tuple[str, ...]:
     """config.json and model.safetensors of a Llama below `folder`, a tensor at a time; notes for the user.
 
     CheckpointError for tensors and metadata that a plain Llama does not have."""
-    config = model.config()
-    kept = {name for name, tensor in model.tensors.items() if _stays(model, tensor)}
+    config, weights = model.config(), model.weights()
+    kept = {name for name, tensor in weights.items() if _stays(model, tensor)}
     write_json(folder / "config.json", config | {"quantization_config": {"quant_method": "gguf"}})
-    entries = [_entry(model, tensor, stays=name in kept) for name, tensor in model.tensors.items()]
+    entries = [_entry(model, name, tensor, stays=name in kept) for name, tensor in weights.items()]
     write_safetensors(folder / SINGLE, entries)
     counts = Counter(
-        tensor.kind
-        for name, tensor in model.tensors.items()
-        if name not in kept and tensor.kind not in _FLOATS
+        tensor.kind for name, tensor in weights.items() if name not in kept and tensor.kind not in _FLOATS
     )
-    held = Counter(model.tensors[name].kind for name in kept)
+    held = Counter(weights[name].kind for name in kept)
     notes = [f"{count} tensors of {kind} keep their blocks" for kind, count in sorted(held.items())]
     notes += [
         f"{count} tensors of {kind} are read as float32 numbers" for kind, count in sorted(counts.items())
@@ -195,7 +223,7 @@ def write_folder(model: GgufModel, folder: Path) -> tuple[str, ...]:
 
 def _stays(model: GgufModel, tensor: GgufTensor) -> bool:
     """Whether a linear layer keeps its blocks: of a kind the kernels have."""
-    blocks = tensor.kind.lower() in ROW_BYTES and len(tensor.data.shape) == 2
+    blocks = tensor.kind.lower() in ROW_BYTES and len(tensor.shape) == 2
     return blocks and tensor.name != _EMBEDDING and not _mixed(model, tensor)
 
 
@@ -207,17 +235,13 @@ def _mixed(model: GgufModel, tensor: GgufTensor) -> bool:
     return any(other is not None and other.kind != tensor.kind for other in others)
 
 
-def _entry(model: GgufModel, tensor: GgufTensor, *, stays: bool) -> Entry:
-    name, shape = model.hf_name(tensor.name), tuple(int(size) for size in tensor.data.shape)
+def _entry(model: GgufModel, name: str, tensor: GgufTensor, *, stays: bool) -> Entry:
+    """Of the tensor that Hugging Face calls `name`."""
     if stays:
+        shape = (tensor.shape[0], tensor.record.row_bytes)
         return Entry(f"{name.removesuffix('weight')}{tensor.kind.lower()}", "U8", shape, tensor, model)
-    if tensor.kind in _FLOATS:
-        dtype = "F32" if _mixed(model, tensor) else _FLOATS[tensor.kind]
-        return Entry(name, dtype, shape, tensor, model)
-    from gguf import GGML_QUANT_SIZES
-
-    values, size = GGML_QUANT_SIZES[tensor.quantization]
-    return Entry(name, "F32", (*shape[:-1], shape[-1] // size * values), tensor, model)
+    plain = tensor.kind in _FLOATS and not _mixed(model, tensor)
+    return Entry(name, _FLOATS[tensor.kind] if plain else "F32", tensor.shape, tensor, model)
 
 
 @dataclass(frozen=True)
@@ -231,8 +255,14 @@ class Entry:
     model: GgufModel
 
     def data(self) -> NDArray[Any]:
-        raw = self.dtype == "U8" or self.dtype == _FLOATS.get(self.tensor.kind)
-        return self.model.with_halves(self.tensor.name, self.tensor.data if raw else self.tensor.numbers())
+        if self.dtype == "U8":  # export/gguf_blocks.py checks scales and minimums
+            values = self.tensor.data()
+        elif self.dtype == _FLOATS.get(self.tensor.kind):
+            values = self.tensor.data()
+            self.tensor.check_finite(values)
+        else:
+            values = self.tensor.numbers()
+        return self.model.with_halves(self.tensor, values)
 
 
 _ITEM_BYTES = {"U8": 1, "F16": 2, "F32": 4}

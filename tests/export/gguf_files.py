@@ -22,13 +22,15 @@ def write_gguf(
     *,
     tied: bool = False,
     tokenizer: str = "llama",
-    meta: Mapping[str, int] | None = None,
+    meta: Mapping[str, Any] | None = None,
     edit: Edit | None = None,
-    extra: str | None = None,
+    extra: Mapping[str, NDArray[Any]] | None = None,
+    drop: str | None = None,
 ) -> None:
     """Hidden 32, 4 heads, 2 of keys; matrices of `kind`, or as `kinds` says by the ending of their names.
 
-    `edit` changes the raw blocks of a matrix; `meta` adds metadata, `extra` a tensor.
+    `edit` changes the raw blocks of a matrix; `meta` adds or changes metadata and takes it away where it says
+    None, `extra` adds tensors, `drop` leaves one out.
     """
     rng = np.random.default_rng(3)
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -41,8 +43,6 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(64)
-    for key, value in (meta or {}).items():
-        writer.add_uint32(key, value)
     tokens = ["<unk>", "<s>", "</s>", "t", "1", "t1", *(f"x{index}" for index in range(58))]
     writer.add_tokenizer_model(tokenizer)
     if tokenizer == "gpt2":
@@ -54,7 +54,16 @@ def write_gguf(
     for key, token in (("bos", 1), ("eos", 2), ("unk", 0)):
         getattr(writer, f"add_{key}_token_id")(token)
 
+    for key, value in (meta or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if isinstance(value, list | str | bool | float):
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        elif value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.INT64)
+
     def add(name: str, *shape: int) -> None:
+        if name == drop:
+            return
         values = (rng.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, values * 0.2 + 1)
@@ -83,8 +92,8 @@ def write_gguf(
         add(at + "ffn_gate.weight", 64, 32)
         add(at + "ffn_up.weight", 64, 32)
         add(at + "ffn_down.weight", 32, 64)
-    if extra is not None:
-        add(extra, 32)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
