@@ -112,7 +112,7 @@ class _Reader:
         return GgufHeader(meta, self._placed(infos, self._alignment(meta)))
 
     def _entries(self, what: str, least: int) -> int:
-        count = self._number("Q", 8, f"the number of {what}")
+        count: int = self._number("Q", 8, f"the number of {what}")
         if count > min(_MOST_ENTRIES, len(self._data) // least):
             raise self._wrong(
                 f"it claims {count} {what}; its {len(self._data)} bytes hold fewer, and {_MOST_ENTRIES} are "
