@@ -105,6 +105,8 @@ class TestRawCalls:
             status, words = call(name, self.desc(kind=kind), ctypes.byref(size))
             assert status == 2
             assert f"({kind})" in words
+        widest = self.desc(k=2**31 - 1, n=2**31 - 1, kind=1)
+        assert call(name, widest, ctypes.byref(size))[0] == 1  # 2^64 bytes
         status, words = call(name, self.desc(io=2), ctypes.byref(size))
         assert status == 2
         assert "float16" in words
@@ -116,6 +118,13 @@ class TestRawCalls:
         rows = ctypes.c_int64(3)
         assert call("eb_quant_linear_workspace_size", desc, rows, ctypes.byref(space))[0] == 0
         assert call("eb_quant_linear_workspace_size", desc, ctypes.c_int64(-1), ctypes.byref(space))[0] == 1
+        for many in (2**62, 2**63 - 1):
+            status, words = call(
+                "eb_quant_linear_workspace_size", desc, ctypes.c_int64(many), ctypes.byref(space)
+            )
+            assert status == 1
+            assert f"{many} rows of x; weights of 16 x 64 take 0 to" in words
+        assert call("eb_quant_linear_workspace_size", desc, rows, ctypes.byref(space))[0] == 0
         memory = np.zeros(1 << 16, np.uint8)
         base = (memory.ctypes.data + 63) // 64 * 64
         x, packed, y, work = (ctypes.c_void_p(base + i * 8192) for i in range(4))

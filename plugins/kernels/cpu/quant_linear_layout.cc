@@ -1,5 +1,6 @@
 #include "quant_linear_layout.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "status.h"
@@ -41,9 +42,7 @@ eb_status set_blocks(const eb_context* context, const eb_quant_linear_desc& desc
   return EB_OK;
 }
 
-}  // namespace
-
-eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* desc,
+eb_status fill_layout(const eb_context* context, const eb_quant_linear_desc* desc,
                       QuantLinearLayout* layout) {
   EB_RETURN_IF_ERROR(check_context(context));
   if (desc == nullptr) return fail(context, EB_INVALID_ARGUMENT, "QuantLinear: the descriptor is NULL");
@@ -89,6 +88,28 @@ eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* des
       return fail(context, EB_UNSUPPORTED, "QuantLinear: no kernel for %s (%d) weights",
                   dtype_name(desc->format), static_cast<int>(desc->format));
   }
+}
+
+}  // namespace
+
+eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* desc,
+                      QuantLinearLayout* layout) {
+  EB_RETURN_IF_ERROR(fill_layout(context, desc, layout));
+  if (layout->panel_bytes <= static_cast<size_t>(PTRDIFF_MAX / layout->panels)) return EB_OK;
+  return fail(context, EB_INVALID_ARGUMENT, "QuantLinear: %d x %d %s weights are more bytes than fit 63 bits",
+              desc->out_features, desc->in_features, dtype_name(desc->format));
+}
+
+eb_status check_rows(const eb_context* context, const QuantLinearLayout& layout, int64_t rows) {
+  constexpr int64_t kAddressable = int64_t{1} << 47;  // bytes, of x86-64; threads' buffers of it still add up
+  const size_t widest =
+      static_cast<size_t>(std::max(layout.in_features, layout.out_features)) * sizeof(float);
+  const int64_t most = kAddressable / static_cast<int64_t>(std::max(widest, tile_bytes(layout, 1)));
+  if (rows >= 0 && rows <= most) return EB_OK;
+  return fail(context, EB_INVALID_ARGUMENT,
+              "QuantLinear: %lld rows of x; weights of %lld x %lld take 0 to %lld rows",
+              static_cast<long long>(rows), static_cast<long long>(layout.out_features),
+              static_cast<long long>(layout.in_features), static_cast<long long>(most));
 }
 
 eb_status check_pointer(const eb_context* context, const char* name, const void* pointer, size_t alignment) {

@@ -94,6 +94,9 @@ static inline size_t tile_bytes(const QuantLinearLayout& layout, int rows) {
 // Validates the context and the descriptor.
 eb_status make_layout(const eb_context* context, const eb_quant_linear_desc* desc, QuantLinearLayout* layout);
 
+// EB_INVALID_ARGUMENT unless `rows` is not negative and x, y and the prepared rows fit the address space.
+eb_status check_rows(const eb_context* context, const QuantLinearLayout& layout, int64_t rows);
+
 // EB_INVALID_ARGUMENT unless `pointer` is a multiple of `alignment` and not NULL.
 eb_status check_pointer(const eb_context* context, const char* name, const void* pointer, size_t alignment);
 
