@@ -9,7 +9,7 @@
 namespace enginebay {
 namespace {
 
-constexpr int64_t kWorthSharing = 32'768;  // elements; below, waking other threads takes longer than the work
+constexpr int64_t kWorthSharing = 8'192;  // elements; below, waking other threads takes longer than the work
 
 eb_status kernels(const eb_context* context, const ElementwiseKernels** table) {
   CpuFeatures features;

@@ -5,6 +5,7 @@
 
 #include "quant_linear_layout.h"
 #include "status.h"
+#include "team.h"
 
 namespace enginebay {
 namespace {
@@ -39,8 +40,11 @@ eb_status check(const eb_context* context, const eb_layer_tail_desc* desc) {
 }
 
 eb_status make_room(const eb_context* context, const eb_layer_tail_desc& desc, int64_t rows, Room* room) {
-  if (rows < 0)
-    return fail(context, EB_INVALID_ARGUMENT, "LayerTail: %lld rows", static_cast<long long>(rows));
+  for (const eb_quant_linear_desc& product : desc.products) {
+    QuantLinearLayout layout{};
+    EB_RETURN_IF_ERROR(make_layout(context, &product, &layout));
+    EB_RETURN_IF_ERROR(check_rows(context, layout, rows));
+  }
   rows = std::min(rows, kRowsAtOnce);
   const auto bytes = [rows](int32_t width) {
     return align_up(static_cast<size_t>(rows * width) * sizeof(float));
@@ -59,8 +63,9 @@ eb_status make_room(const eb_context* context, const eb_layer_tail_desc& desc, i
 }
 
 // `rows` rows from `first` on.
-eb_status run_rows(const eb_context* context, const eb_layer_tail_desc& desc, const eb_layer_tail_args& args,
-                   const Room& room, uint8_t* memory, int64_t first, int64_t rows) {
+eb_status run_rows(const eb_context* context, Team* team, const eb_layer_tail_desc& desc,
+                   const eb_layer_tail_args& args, const Room& room, uint8_t* memory, int64_t first,
+                   int64_t rows) {
   const int32_t hidden = desc.products[EB_TAIL_OUT].out_features;
   const auto at = [first](const void* base, int32_t width) {
     return const_cast<float*>(static_cast<const float*>(base)) + first * width;
@@ -77,12 +82,19 @@ eb_status run_rows(const eb_context* context, const eb_layer_tail_desc& desc, co
   const eb_rms_norm_desc mlp_norm{hidden, desc.mlp_epsilon, EB_F32},
       next_norm{hidden, desc.next_epsilon, EB_F32};
   const eb_gated_activation_desc activation{desc.products[EB_TAIL_DOWN].in_features, desc.activation, EB_F32};
+  const auto expect = [&](eb_layer_tail_product which) {
+    if (team != nullptr) team->expect(args.weights[which], args.weight_bytes[which]);
+  };
+  expect(EB_TAIL_OUT);
   EB_RETURN_IF_ERROR(product(EB_TAIL_OUT, at(args.x, desc.products[EB_TAIL_OUT].in_features), normed));
+  expect(EB_TAIL_GATE_UP);
   EB_RETURN_IF_ERROR(eb_add_rms_norm_run(context, &mlp_norm, rows, normed, at(args.residual, hidden),
                                          args.mlp_norm, normed, sum));
   EB_RETURN_IF_ERROR(product(EB_TAIL_GATE_UP, normed, wide));
+  expect(EB_TAIL_DOWN);
   EB_RETURN_IF_ERROR(eb_gated_activation_run(context, &activation, rows, wide, gated));
   EB_RETURN_IF_ERROR(product(EB_TAIL_DOWN, gated, normed));
+  expect(EB_TAIL_NEXT);
   EB_RETURN_IF_ERROR(
       eb_add_rms_norm_run(context, &next_norm, rows, normed, sum, args.next_norm, normed, sum));
   return product(EB_TAIL_NEXT, normed, at(args.y, desc.products[EB_TAIL_NEXT].out_features));
@@ -126,9 +138,12 @@ extern "C" eb_status eb_layer_tail_run(const eb_context* context, const eb_layer
         "rows",
         workspace_bytes, room.bytes);
   }
-  for (int64_t first = 0; first < args->rows; first += kRowsAtOnce) {
-    EB_RETURN_IF_ERROR(run_rows(context, *desc, *args, room, static_cast<uint8_t*>(workspace), first,
-                                std::min(kRowsAtOnce, args->rows - first)));
-  }
-  return EB_OK;
+  eb_status status = EB_OK;
+  Team::run(context, [&](const eb_context* shared, Team* team) {
+    for (int64_t first = 0; first < args->rows && status == EB_OK; first += kRowsAtOnce) {
+      status = run_rows(shared, team, *desc, *args, room, static_cast<uint8_t*>(workspace), first,
+                        std::min(kRowsAtOnce, args->rows - first));
+    }
+  });
+  return status;
 }
