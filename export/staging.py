@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SWAPS_MAX = 100
+_AT_FDCWD, _EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 def obstacle(out: Path, source: Path) -> str | None:
@@ -38,13 +40,13 @@ def obstacle(out: Path, source: Path) -> str | None:
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into: it takes `out`'s place when the block succeeds and is gone when it
-    fails.
+def staged(out: Path, work: Path | None = None) -> Iterator[Path]:
+    """A folder to write into, below `work` (where None: beside `out`): it takes `out`'s place when the block
+    succeeds and is gone when it fails.
 
     What stood at `out` stays until then. Raises OSError where other runs keep putting theirs there.
     """
-    with scratch_folder(out.parent, f".{out.name}.partial-") as scratch:
+    with scratch_folder(work or out.parent, f".{out.name}.partial-") as scratch:
         new = scratch / "new"
         new.mkdir()
         yield new
@@ -55,7 +57,11 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def _swap(new: Path, out: Path, retired: Path) -> bool:
-    """Puts `new` at `out` and what stood there at `retired`; False where another run came between."""
+    """Puts `new` at `out` and what stood there at `retired`; False where another run came between.
+
+    In one step where the file system can: nobody ever finds nothing at `out`, kill -9 or not."""
+    if _exchange(new, out):
+        return True
     try:
         with suppress(FileNotFoundError):
             out.rename(retired)
@@ -67,6 +73,12 @@ def _swap(new: Path, out: Path, retired: Path) -> bool:
             return False
         raise
     return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether both were there and changed places (renameat2(2), RENAME_EXCHANGE)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # None: a C library before glibc 2.28
+    return rename is not None and rename(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _EXCHANGE) == 0
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from enginebay.builder.manifest import MANIFEST, EngineManifest, ManifestError, enginebay_version
+from enginebay.export.staging import staged
 from enginebay.plugins.load import KernelLibrary
 from enginebay.triton_repo.backend.service import ENGINE
 from enginebay.triton_repo.backend.settings import ServingSettings
@@ -81,18 +82,13 @@ def package_repo(engine: Path, repository: Path, config: PackageConfig | None = 
     )
     repository.mkdir(parents=True, exist_ok=True)
     # Beside the repository, on the same disk; a server that reads the repository must not see it half made.
-    work = repository.parent / f".{repository.name}.{config.name}.{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
-    try:
+    with staged(target, repository.parent) as work:
         version = work / "1"
         version.mkdir(parents=True)
         (work / "config.pbtxt").write_text(text)
         shutil.copyfile(_TEMPLATES / "1" / "model.py", version / "model.py")
         copy_modules(_ENTRY, version / "lib", library.path, enginebay_version())
         size, linked = _place(engine, version / ENGINE, link=config.link)
-        _swap(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Packaged(repository, target, size, linked, notes)
 
 
@@ -157,20 +153,6 @@ def _place(engine: Path, target: Path, *, link: bool) -> tuple[int, int]:
         else:
             shutil.copyfile(source, target / source.name)
     return size, linked
-
-
-def _swap(work: Path, target: Path) -> None:
-    """Puts `work` at `target`, moving an older one aside first."""
-    old = work.with_name(work.name + ".old")
-    if target.exists():
-        target.rename(old)
-    try:
-        work.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 __all__ = ["ManifestError", "PackageConfig", "PackageError", "Packaged", "package_repo"]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,26 @@ def test_leavings_of_a_killed_run_go_and_those_of_a_live_one_stay(tmp_path: Path
             assert live.is_dir()
         assert live.is_dir()
     assert sorted(os.listdir(tmp_path)) == [".out.partial-notes", "out"]
+
+
+def test_nobody_ever_finds_nothing_where_something_stood(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staged(out) as folder:
+        (folder / "number").write_text("-1")
+    missing, done = [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if not out.exists():
+                missing.append(out)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(100):
+        with staged(out) as folder:
+            (folder / "number").write_text(str(number))
+        assert (out / "number").read_text() == str(number)
+    done.set()
+    watcher.join()
+    assert not missing
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
