@@ -44,12 +44,19 @@ def staged(out: Path, work: Path | None = None) -> Iterator[Path]:
     """A folder to write into, below `work` (where None: beside `out`): it takes `out`'s place when the block
     succeeds and is gone when it fails.
 
-    What stood at `out` stays until then. Raises OSError where other runs keep putting theirs there.
+    What stood at `out` stays until then. Raises OSError naming `out` where the disk is full or other runs keep
+    putting theirs there.
     """
     with scratch_folder(work or out.parent, f".{out.name}.partial-") as scratch:
         new = scratch / "new"
         new.mkdir()
-        yield new
+        try:
+            yield new
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            # What fails on an open file, as a full disk does, knows no name.
+            raise OSError(error.errno, error.strerror, str(out)) from error
         for attempt in range(SWAPS_MAX):
             if _swap(new, out, scratch / f"retired{attempt}"):
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -124,3 +125,20 @@ def test_nobody_ever_finds_nothing_where_something_stood(tmp_path: Path) -> None
     watcher.join()
     assert not missing
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    code = (
+        "import numpy as np; from pathlib import Path; from enginebay.export.staging import staged\n"
+        f"with staged(Path({str(tmp_path / 'out')!r})) as folder:\n"
+        "    with (folder / 'weights').open('wb') as file: file.write(bytes(100_000))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, preexec_fn=limit
+    )
+    assert f"File too large: '{tmp_path / 'out'}'" in done.stderr
+    assert not list(tmp_path.iterdir())
