@@ -44,7 +44,7 @@ def staged(out: Path, work: Path | None = None) -> Iterator[Path]:
     """A folder to write into, below `work` (where None: beside `out`): it takes `out`'s place when the block
     succeeds and is gone when it fails.
 
-    What stood at `out` stays until then. Raises OSError naming `out` where the disk is full or other runs keep
+    What stood at `out` stays until then. OSError naming `out` where the disk is full or other runs keep
     putting theirs there.
     """
     with scratch_folder(work or out.parent, f".{out.name}.partial-") as scratch:

@@ -11,7 +11,7 @@ import argparse
 import filecmp
 from pathlib import Path
 
-from enginebay.builder.build import BuildConfig, build_engine, choose
+from enginebay.builder.build import BuildConfig, BuildError, build_engine, choose
 from enginebay.builder.exported import read_exported
 from enginebay.builder.manifest import EngineManifest, ManifestError
 from enginebay.builder.quant.cache import CACHES
@@ -141,8 +141,14 @@ def run(args: argparse.Namespace) -> int:
         kv_cache=args.kv_cache,
         cache_ages=args.cache_ages,
     )
+    recipe, _, cache = choose(config)
+    looks = recipe.calibrated or config.bits is not None or bool(cache.calibrated.constants)
+    if args.calibrate is not None and not looks:
+        raise BuildError(
+            f"--calibrate {args.calibrate}: --quant {args.quant} with --kv-cache {args.kv_cache} looks at no "
+            "text; leave it out, or choose a recipe that calibrates, such as int4-gptq"
+        )
     if args.check_only:
-        choose(config)
         return 0
     report = build(args.exported, args.out, config, keep=args.keep)
     if report is not None and args.json:

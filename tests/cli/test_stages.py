@@ -111,6 +111,7 @@ def test_options_are_checked_before_there_is_anything_to_build(
         (["--kv-cache", "int3"], "kv cache 'int3' is unknown; there are auto, fp32"),
         (["--kv-cache", "tiers", "--cache-ages", "64,64"], "cache_ages are (64, 64)"),
         (["--max-batch", "0"], "max_batch is 0"),
+        (["--calibrate", "my.txt"], "--quant int4 with --kv-cache auto looks at no text"),
     ):
         assert main([*check, *options]) == 1
         assert words in capsys.readouterr().err
