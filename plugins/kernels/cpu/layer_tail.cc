@@ -10,7 +10,8 @@
 namespace enginebay {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 256;  // enough for products to be bound by arithmetic
+constexpr int64_t kRowsAtOnce = 256;    // enough for products to be bound by arithmetic
+constexpr int64_t kBoundByMemory = 32;  // rows up to which products wait for their weights
 
 struct Room {
   size_t normed, wide, gated, scratch, bytes;  // offsets, and the whole
@@ -83,7 +84,8 @@ eb_status run_rows(const eb_context* context, Team* team, const eb_layer_tail_de
       next_norm{hidden, desc.next_epsilon, EB_F32};
   const eb_gated_activation_desc activation{desc.products[EB_TAIL_DOWN].in_features, desc.activation, EB_F32};
   const auto expect = [&](eb_layer_tail_product which) {
-    if (team != nullptr) team->expect(args.weights[which], args.weight_bytes[which]);
+    if (team != nullptr && rows <= kBoundByMemory)
+      team->expect(args.weights[which], args.weight_bytes[which]);
   };
   expect(EB_TAIL_OUT);
   EB_RETURN_IF_ERROR(product(EB_TAIL_OUT, at(args.x, desc.products[EB_TAIL_OUT].in_features), normed));
