@@ -137,6 +137,30 @@ def test_refusals(library: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> No
     assert (into == 0x7E).all()
 
 
+@pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_misaligned_source(library: KernelLibrary, dtype: str, bytes_: int) -> None:
+    from_pool, into, pairs = pools(np.random.default_rng(), dtype, "int8", 64)
+    room = np.zeros(from_pool.nbytes + 16, np.uint8)
+    start = -room.ctypes.data % bytes_ + 1
+    moved = room[start : start + from_pool.nbytes].view(from_pool.dtype).reshape(from_pool.shape)
+    with pytest.raises(PluginError, match=f"source is 1 bytes past a multiple of {bytes_}"):
+        convert_cache(library, moved, into, pairs)
+    assert (into == 0x7E).all(), "nothing was written"
+
+
+def test_pools_beyond_addresses(library: KernelLibrary) -> None:
+    """Sizes whose product wraps: refused before a pointer is followed."""
+    library.declare(load_cache._SIGNATURES)
+    f16, i8 = (load.CACHE_DTYPES[name] for name in ("float16", "int8"))
+    desc = load_cache._Desc(1 << 16, 640, 1 << 20, 2**31 - 1, 1, f16, i8, 0)
+    room, pairs = np.zeros(16, np.float16), np.zeros((1, 2), np.int32)
+    with pytest.raises(PluginError, match=r"source has 2147483647 blocks of .* together 2\^63 or more"):
+        library.call(
+            *("eb_cache_convert", ctypes.byref(desc), room.ctypes.data, room.ctypes.data + 16),
+            *(pairs.ctypes.data, 1, None),
+        )
+
+
 def test_struct_layout_matches_the_header(tmp_path: Path) -> None:
     size = ctypes.sizeof(load_cache._Desc)
     source = tmp_path / "size.c"

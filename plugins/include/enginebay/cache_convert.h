@@ -21,7 +21,8 @@ typedef struct eb_cache_convert_desc {
 /* pairs [count, 2]: a block of the source and the one of the destination that it becomes; destinations differ
  * from each other, and the pools do not overlap. cache_scales [2, Hkv, cache_scale_dim] are those of the int8
  * pool, whichever of the two it is (NULL: 1); NULL where there is none. Elements are rounded as
- * PagedAttention writes them. Nothing is written where anything is refused. */
+ * PagedAttention writes them. Pointers are aligned to their elements. Nothing is written where anything is
+ * refused. */
 EB_API eb_status eb_cache_convert(const eb_context* context, const eb_cache_convert_desc* desc,
                                   const void* source, void* destination, const int32_t* pairs, int64_t count,
                                   const float* cache_scales);

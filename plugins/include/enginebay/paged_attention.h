@@ -16,8 +16,8 @@ typedef struct eb_paged_attention_desc {
   int32_t rotary_dim;     /* R; 0: no RoPE */
   int32_t rope_positions; /* P */
   int32_t rope_interleaved, causal, window;
-  float scale, softcap, norm_epsilon;
-  eb_dtype io_dtype; /* of qkv and attention */
+  float scale, softcap, norm_epsilon; /* finite; scale above 0, the others 0 or more */
+  eb_dtype io_dtype;                  /* of qkv and attention */
   eb_dtype cache_dtype;
   int32_t latent_dim;      /* C; 0: none. Else multi-head latent attention, see below */
   int32_t cache_scale_dim; /* scales a head has in cache_scales: head_dim, or 0 or 1 for a single one */

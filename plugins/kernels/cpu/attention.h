@@ -118,6 +118,9 @@ inline bool is_tiered(const eb_paged_attention_desc& desc) {
   return desc.num_blocks_int8 > 0 || desc.num_blocks_int4 > 0;
 }
 CachePool cache_pool(const void* base, eb_dtype dtype, int heads, int dim, int block_size);
+// Refuses a pool of more bytes than an address can count: offsets into it would wrap.
+eb_status check_pool_bytes(const eb_context* context, const char* op, const char* pool, int64_t blocks,
+                           int64_t block_bytes);
 void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_args& args,
                  CachePool (&pools)[kMostPools]);
 

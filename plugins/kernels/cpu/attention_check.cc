@@ -68,6 +68,15 @@ void cache_pools(const eb_paged_attention_desc& desc, const eb_paged_attention_a
   }
 }
 
+eb_status check_pool_bytes(const eb_context* context, const char* op, const char* pool, int64_t blocks,
+                           int64_t block_bytes) {
+  int64_t bytes;
+  if (!__builtin_mul_overflow(blocks, block_bytes, &bytes)) return EB_OK;
+  return fail(context, EB_INVALID_ARGUMENT,
+              "%s: %s has %lld blocks of %lld bytes, together 2^63 or more; give the pool's real size", op,
+              pool, static_cast<long long>(blocks), static_cast<long long>(block_bytes));
+}
+
 eb_status check_scale_values(const eb_context* context, const char* op, const float* scales, int heads,
                              int parts, int64_t channels) {
   for (int64_t i = 0; scales != nullptr && i < parts * heads * channels; ++i) {
@@ -137,6 +146,8 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
       {"rope_positions", desc->rope_positions, 0, INT32_MAX},
       {"window", desc->window, 0, INT32_MAX},
       {"latent_dim", desc->latent_dim, 0, desc->head_dim - 1},
+      {"causal", desc->causal, 0, 1},
+      {"rope_interleaved", desc->rope_interleaved, 0, 1},
   };
   for (const auto& size : sizes) {
     if (size.value < size.least || size.value > size.most) {
@@ -157,9 +168,20 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
                 "PagedAttention: num_kv_heads %d with latent_dim %d; all heads attend to one latent",
                 desc->num_kv_heads, desc->latent_dim);
   }
-  if (!(desc->softcap >= 0.0f)) {
-    return fail(context, EB_INVALID_ARGUMENT, "PagedAttention: softcap is %g, expected 0 (none) or more",
+  if (!(desc->scale > 0.0f && desc->scale <= FLT_MAX)) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: scale is %g, expected a positive finite number",
+                static_cast<double>(desc->scale));
+  }
+  if (!(desc->softcap >= 0.0f && desc->softcap <= FLT_MAX)) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: softcap is %g, expected 0 (none) or a positive finite number",
                 static_cast<double>(desc->softcap));
+  }
+  if (!(desc->norm_epsilon >= 0.0f && desc->norm_epsilon <= FLT_MAX)) {
+    return fail(context, EB_INVALID_ARGUMENT,
+                "PagedAttention: norm_epsilon is %g, expected 0 or a positive finite number",
+                static_cast<double>(desc->norm_epsilon));
   }
   if (desc->head_dim > kMaxHeadDim) {
     return fail(context, EB_UNSUPPORTED, "PagedAttention: head_dim %d; this library goes up to %d",
@@ -202,6 +224,20 @@ eb_status check_attention_desc(const eb_context* context, const eb_paged_attenti
   if (desc->cache_dtype == EB_I4 && desc->latent_dim > 0) {
     return fail(context, EB_UNSUPPORTED,
                 "PagedAttention: latent_dim %d with an int4 cache; 8 bits are the least", desc->latent_dim);
+  }
+  const struct {
+    const char* name;
+    eb_dtype dtype;
+    int32_t blocks;
+  } pools[] = {
+      {"cache", desc->cache_dtype, desc->num_blocks},
+      {"cache_int8", EB_I8, desc->num_blocks_int8},
+      {"cache_int4", EB_I4, desc->num_blocks_int4},
+  };
+  for (const auto& pool : pools) {
+    const int64_t bytes =
+        cache_pool(nullptr, pool.dtype, desc->num_kv_heads, desc->head_dim, desc->block_size).block_stride;
+    EB_RETURN_IF_ERROR(check_pool_bytes(context, "PagedAttention", pool.name, pool.blocks, bytes));
   }
   return EB_OK;
 }

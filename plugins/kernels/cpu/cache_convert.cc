@@ -2,6 +2,7 @@
 #include "enginebay/cache_convert.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <new>
 
@@ -12,6 +13,14 @@
 
 namespace enginebay {
 namespace {
+
+// Elements are read as what they are.
+eb_status check_alignment(const eb_context* context, const char* name, const void* pointer, size_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address % bytes == 0) return EB_OK;
+  return fail(context, EB_INVALID_ARGUMENT, "CacheConvert: %s is %zu bytes past a multiple of %zu", name,
+              static_cast<size_t>(address % bytes), bytes);
+}
 
 bool is_wide(eb_dtype dtype) { return dtype == EB_F32 || dtype == EB_F16 || dtype == EB_BF16; }
 
@@ -100,6 +109,10 @@ extern "C" eb_status eb_cache_convert(const eb_context* context, const eb_cache_
   for (const auto& pointer : pointers) {
     if (pointer.missing) return fail(context, EB_INVALID_ARGUMENT, "CacheConvert: %s is null", pointer.name);
   }
+  const size_t element = desc->source_dtype == EB_F32 ? 4 : is_wide(desc->source_dtype) ? 2 : 1;
+  EB_RETURN_IF_ERROR(check_alignment(context, "source", source, element));
+  EB_RETURN_IF_ERROR(check_alignment(context, "pairs", pairs, alignof(int32_t)));
+  EB_RETURN_IF_ERROR(check_alignment(context, "cache_scales", cache_scales, alignof(float)));
   EB_RETURN_IF_ERROR(check_pairs(context, *desc, pairs, count));
   if (cache_scales != nullptr && desc->source_dtype != EB_I8 && desc->destination_dtype != EB_I8) {
     return fail(context, EB_INVALID_ARGUMENT,
@@ -114,6 +127,10 @@ extern "C" eb_status eb_cache_convert(const eb_context* context, const eb_cache_
   work.source = cache_pool(source, desc->source_dtype, desc->num_kv_heads, desc->head_dim, desc->block_size);
   work.destination =
       cache_pool(destination, desc->destination_dtype, desc->num_kv_heads, desc->head_dim, desc->block_size);
+  EB_RETURN_IF_ERROR(
+      check_pool_bytes(context, "CacheConvert", "source", desc->source_blocks, work.source.block_stride));
+  EB_RETURN_IF_ERROR(check_pool_bytes(context, "CacheConvert", "destination", desc->destination_blocks,
+                                      work.destination.block_stride));
   work.written = static_cast<char*>(destination);
   work.heads = desc->num_kv_heads, work.dim = desc->head_dim, work.block_size = desc->block_size;
   work.scales = cache_scales_of(cache_scales, desc->num_kv_heads, channels);
