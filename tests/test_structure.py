@@ -15,7 +15,10 @@ ALLOWED = {
     "plugins": ("plugins",),
     "export": ("export", "plugins.ops"),
     "builder": ("builder", "export.spec", "export.staging", "plugins"),
-    "triton_repo": ("triton_repo", "builder.manifest", "plugins.load", "plugins.load_cache", "plugins.ops"),
+    "triton_repo": (
+        *("triton_repo", "builder.manifest", "export.staging"),
+        *("plugins.load", "plugins.load_cache", "plugins.ops"),
+    ),
     "cli": ("",),
 }
 # Serving must never pull in what only exporting, building or testing needs.

@@ -53,6 +53,8 @@ def test_sample_chooses_what_the_reference_chooses(
     logits = (spread * torch.randn(rows, vocab, device="cuda")).to(dtype)
     logits[0, : vocab // 2] = -torch.inf
     logits[1] = 1.5  # nothing but ties
+    logits[2:14, vocab // 3] += 90  # nothing else has any weight
+    logits[14:20] = (logits[14:20] * 2).round() / 2  # thousands of ties
     exact = logits.double().cpu().numpy()
     _, _, tokens = library.spec_verify(logits, rows, **parameters(settings))
     unclear = 0

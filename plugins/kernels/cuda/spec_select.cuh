@@ -1,9 +1,9 @@
 // Which tokens of a row top-k and top-p keep.
 //
-// extremes: maximum, its lowest id and minimum of every slice of a row.
-// histogram: counts (top-k) or weights (top-p alone) by distance from the maximum, and the bin where the set
-// ends. refine: collects what is in and around that bin; the row's last block finds the exact element where
-// the set ends, and draws the token at once where top-k leaves few and there are no drafts.
+// extremes: maximum, its lowest id and minimum of every slice of a row. histogram: counts (top-k) or weights
+// (top-p alone) by distance from the maximum, and the bin where the set ends. refine: collects what is in and
+// around that bin; the row's last block finds the exact element where the set ends, and draws the token at
+// once where top-k leaves few and there are no drafts.
 #ifndef ENGINEBAY_CUDA_SPEC_SELECT_CUH
 #define ENGINEBAY_CUDA_SPEC_SELECT_CUH
 
@@ -119,12 +119,15 @@ __device__ inline int find_bin(Count&& count, Weight&& weight, unsigned long lon
 
 struct Binning {
   float best, scale;
+  bool clamped;  // the last bin also holds all that lies further below the maximum
   __device__ __forceinline__ Binning(const Extremes& e, float inverse_temperature) : best(e.best) {
-    const float range = fminf(e.best - e.least, kRangeNats / inverse_temperature);
+    const float all = e.best - e.least, range = fminf(all, kRangeNats / inverse_temperature);
+    clamped = range < all;
     scale = range > 0.f ? (kBins - 1) / range : 0.f;
   }
   __device__ __forceinline__ int operator()(float v) const {
-    return static_cast<int>(fminf((best - v) * scale, static_cast<float>(kBins - 1)));
+    // The conversion saturates: below 0 only where logits change while they are read.
+    return static_cast<int>(min(__float2uint_rz((best - v) * scale), static_cast<unsigned>(kBins - 1)));
   }
 };
 
@@ -190,6 +193,10 @@ __global__ void __launch_bounds__(kThreads) histogram(const Problem p) {
   if (by_weight) {
     target = share_of(all.weight, state.top_p);
     at = find_bin(count_at, weight_at, target, true, &before, &all);
+  } else if (at == kBins - 1 && bin.clamped) {
+    // Fewer than k have any weight. The others would never be drawn, and sorting them out would take long.
+    target = before.count;
+    at = find_bin(count_at, weight_at, target, false, &before, &all);
   }
   if (threadIdx.x == 0) {
     const bool whole = by_count && before.count + count_at(at) <= kBins;
@@ -314,13 +321,8 @@ __device__ inline void choose_from_list(const Problem& p, int row, const unsigne
     if (weight_of(v, best, inverse_temperature) < min_p) continue;
     const int token = static_cast<int>(~static_cast<uint32_t>(sorted[i]));
     const Random4 random = token_random(seed, position, 0, token);
-    const int at = token % 4;
-    const uint32_t drawn = at == 0   ? random.value[0]
-                           : at == 1 ? random.value[1]
-                           : at == 2 ? random.value[2]
-                                     : random.value[3];
-    keep_better(&cost, &id, exponential_of(drawn) * fast_exp2((best - v) * inverse_temperature * kLog2e),
-                token);
+    const float drawn = exponential_of(word_of(random, token));
+    keep_better(&cost, &id, drawn * fast_exp2((best - v) * inverse_temperature * kLog2e), token);
   }
   __shared__ float costs[kThreads / 32];
   __shared__ int ids[kThreads / 32];
@@ -368,15 +370,19 @@ __global__ void __launch_bounds__(kThreads) refine(const Problem p) {
   const int size = __ldcg(&state_at->list_size), top_k = state_at->top_k;
   const float top_p = state_at->top_p;
   const auto row_elements = [&](auto&& body) {
-    for (int i = threadIdx.x; i < p.vocab; i += kThreads) {
-      const float v = to_float(logits[i]);
-      if (v > -INFINITY) body(v, i);
-    }
+    for_slice(logits, 0, p.vocab, rows_vectorise<T>(p), [&](float v, int id) {
+      if (v > -INFINITY) body(v, id);
+    });
   };
   const auto bin_elements = [&](auto&& body) {
-    row_elements([&](float v, int id) {
+    const auto of_bin = [&](float v, int id) {
       if (bin(v) == cut.bin) body(v, id);
-    });
+    };
+    if (size > kList) return row_elements(of_bin);
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      const int id = __ldcg(p.lists + int64_t{row} * kList + i);
+      of_bin(to_float(logits[id]), id);
+    }
   };
   unsigned long long last;
   if (size > 0 && size <= kBins) {
@@ -431,7 +437,10 @@ __global__ void __launch_bounds__(kThreads) refine(const Problem p) {
     last = narrow(row_elements, bin_count, bin_weight, {0, 0}, share_of(total, top_p), true, e.best,
                   inverse_temperature, last);
   }
-  if (threadIdx.x == 0) state_at->last = last;
+  if (threadIdx.x == 0) {
+    state_at->last = last;
+    state_at->listed = cut.whole && size <= kBins ? size : 0;
+  }
 }
 
 }  // namespace enginebay::cuda::spec

@@ -43,6 +43,7 @@ struct Row {
   int done;                 // refine has already chosen
   unsigned histogram_arrivals, refine_arrivals;
   int list_size;
+  int listed;  // of the list, where it holds all that is kept; else 0
 };
 
 struct Final {
@@ -103,7 +104,7 @@ struct Layout {
 
 // Order of floats as unsigned integers; a composite breaks ties by id, lower ids first.
 __device__ __forceinline__ uint32_t order_key(float v) {
-  const uint32_t b = __float_as_uint(v);
+  const uint32_t b = __float_as_uint(v + 0.f);  // -0 becomes 0, its equal
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 __device__ __forceinline__ unsigned long long composite(float v, int id) {
@@ -114,6 +115,12 @@ __device__ __forceinline__ float weight_of(float v, float best, float inverse_te
   return fast_exp2((v - best) * inverse_temperature * kLog2e);
 }
 __device__ __forceinline__ uint32_t fixed(float weight) { return __float2uint_rn(weight * 2147483648.f); }
+
+// The word of a group's random numbers that belongs to token `id`, without an index into registers.
+__device__ __forceinline__ uint32_t word_of(const Random4& random, int id) {
+  const int at = id % 4;
+  return at == 0 ? random.value[0] : at == 1 ? random.value[1] : at == 2 ? random.value[2] : random.value[3];
+}
 
 // body(value, id) for ids [begin, end) of a row, 16 bytes at a time where rows allow it; end excluded by the
 // caller's range.

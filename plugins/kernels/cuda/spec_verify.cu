@@ -12,7 +12,7 @@ eb_status run(const eb_context* context, const Device& device, const Problem& p)
   const dim3 by_row(static_cast<unsigned>(p.slices), rows),
       by_sequence(static_cast<unsigned>(p.slices), sequences);
   const dim3 threads(kThreads);
-  const unsigned fill = ceil_div(4u * static_cast<unsigned>(device.multiprocessors), rows);
+  const unsigned fill = ceil_div(2u * static_cast<unsigned>(device.multiprocessors), rows);
   const dim3 by_few(min(static_cast<unsigned>(p.slices),
                         max(static_cast<unsigned>(ceil_div(p.vocab, kMostCounted)), max(2u, fill))),
                     rows);

@@ -189,27 +189,42 @@ __global__ void __launch_bounds__(kThreads) choose(const Problem p) {
   const T* const logits = static_cast<const T*>(p.a.logits) + int64_t{row} * p.vocab;
   const bool vectors = rows_vectorise<T>(p);
   const float exponent_scale = state.inverse_temperature * kLog2e;
-  const auto random_of = [&](int id) {
-    const int at = id % 4;
-    return at == 0   ? random.value[0]
-           : at == 1 ? random.value[1]
-           : at == 2 ? random.value[2]
-                     : random.value[3];
-  };
   const auto draw = [&](int id) {
     // Ids rise by one inside a vector, which holds whole groups of four.
     if (!vectors || id % 4 == 0) random = token_random(seed, position, node, id);
-    return random_of(id);
+    return word_of(random, id);
   };
-  if (!refusals) {
-    // The exponential over the weight, without a division: weight is 2^x.
-    const auto weigh = [&](float v, int id, uint32_t drawn) {
-      const float cost = exponential_of(drawn) * fast_exp2((e.best - v) * exponent_scale);
-      if (cost < best.cost) {
-        best.cost = cost;
-        best.id = id;
-      }
-    };
+  // The exponential over the weight, without a division: weight is 2^x.
+  const auto cost_of = [&](float v, uint32_t drawn) {
+    return exponential_of(drawn) * fast_exp2((e.best - v) * exponent_scale);
+  };
+  const auto weigh = [&](float v, int id, uint32_t drawn) {
+    const float cost = cost_of(v, drawn);
+    if (cost < best.cost) {  // ids rise, so the first of equals stays
+      best.cost = cost;
+      best.id = id;
+    }
+  };
+  const auto weigh_after_refusals = [&](float whole, int id, uint32_t drawn) {
+    const float exponential = exponential_of(drawn);
+    const float weight = left_over<T>(p, filter, inverse_total, first, nodes, node, nodes, id);
+    if (weight > 0.f) keep_better(&best.cost, &best.id, exponential / weight, id);
+    keep_better(&best.spare_cost, &best.spare_id, exponential / whole, id);
+  };
+  if (state.listed > 0) {
+    // Few are kept and known: one block draws for them alone.
+    if (slice > 0) return;
+    for (int i = threadIdx.x; i < state.listed; i += kThreads) {
+      const int id = p.lists[int64_t{row} * kList + i];
+      const float v = to_float(logits[id]), whole = filter(v, id);
+      if (!(whole > 0.f)) continue;
+      random = token_random(seed, position, node, id);
+      if (refusals)
+        weigh_after_refusals(whole, id, word_of(random, id));
+      else
+        keep_better(&best.cost, &best.id, cost_of(v, word_of(random, id)), id);
+    }
+  } else if (!refusals) {
     if (state.last == 0 && state.min_p <= 0.f) {
       for_slice(logits, begin, end, vectors, [&](float v, int id) { weigh(v, id, draw(id)); });
     } else {
@@ -217,18 +232,14 @@ __global__ void __launch_bounds__(kThreads) choose(const Problem p) {
       for_slice(logits, begin, end, vectors, [&](float v, int id) {
         if (order_key(v) < least_key || !(filter(v, id) > 0.f)) return;
         random = token_random(seed, position, node, id);
-        weigh(v, id, random_of(id));
+        weigh(v, id, word_of(random, id));
       });
     }
   } else {
     for_slice(logits, begin, end, vectors, [&](float v, int id) {
       const uint32_t drawn = draw(id);
       const float whole = filter(v, id);
-      if (!(whole > 0.f)) return;
-      const float exponential = exponential_of(drawn);
-      const float weight = left_over<T>(p, filter, inverse_total, first, nodes, node, nodes, id);
-      if (weight > 0.f) keep_better(&best.cost, &best.id, exponential / weight, id);
-      keep_better(&best.spare_cost, &best.spare_id, exponential / whole, id);
+      if (whole > 0.f) weigh_after_refusals(whole, id, drawn);
     });
   }
   const auto join = [](Best a, const Best& o) {
@@ -246,10 +257,10 @@ __global__ void __launch_bounds__(kThreads) choose(const Problem p) {
     for (int w = 1; w < kThreads / 32; ++w) best = join(best, warps[w]);
     p.bests[int64_t{b} * p.slices + slice] = best;
   }
-  if (!is_last(&p.finals[b].arrivals, p.slices)) return;
+  if (state.listed == 0 && !is_last(&p.finals[b].arrivals, p.slices)) return;
   if (threadIdx.x == 0) {
     best = Best{INFINITY, INFINITY, -1, -1};
-    for (int s = 0; s < p.slices; ++s) {
+    for (int s = 0; s < (state.listed > 0 ? 1 : p.slices); ++s) {
       const Best* const o = p.bests + int64_t{b} * p.slices + s;
       best = join(best, Best{__ldcg(&o->cost), __ldcg(&o->spare_cost), __ldcg(&o->id), __ldcg(&o->spare_id)});
     }
