@@ -70,7 +70,7 @@ test-gpu-ort: plugins plugins-cuda $(ORT_GPU)/.done  ## the ops in onnxruntime-g
 quickstart: plugins  ## sample model -> engine -> Triton server -> two streamed answers
 	@$(BIN)/enginebay quickstart
 
-build-engine: plugins  ## MODEL=<HF folder> TARGET=ort-cpu QUANT=int4|fp32|fp16|int8 OUT=<folder>
+build-engine: plugins  ## MODEL=<HF folder or .gguf> TARGET=ort-cpu QUANT=int4|int8|fp8|fp16|… (docs/quantization.md) OUT=<folder>
 	@test -n "$(MODEL)" || { echo "say which model: make build-engine MODEL=<Hugging Face folder> QUANT=int4 OUT=<folder>"; exit 2; }
 	@$(BIN)/enginebay build "$(EXPORTED)" "$(OUT)" --target "$(TARGET)" --quant "$(QUANT)" --check-only $(ARGS)
 	@$(BIN)/enginebay export "$(MODEL)" "$(EXPORTED)" --keep

@@ -49,7 +49,7 @@ def read_exported(folder: Path) -> ExportedModel:
     Raises ExportedError for a missing file, a spec of another version, an unreadable or foreign graph, and
     a sidecar that is not where or as long as the graph says.
     """
-    again = f"make it with: enginebay export MODEL {folder}"
+    again = "make it with: enginebay export MODEL EXPORTED"  # not into `folder`: it may be the checkpoint
     if not folder.is_dir():
         raise ExportedError(f"{folder}: no such folder; {again}")
     for name in (SPEC, MODEL, WEIGHTS):

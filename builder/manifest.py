@@ -183,8 +183,8 @@ class EngineManifest:
         except FileNotFoundError:
             raise ManifestError(
                 [
-                    f"{path}: not found; {folder} is not an engine folder: build one with "
-                    f"'enginebay build EXPORTED {folder}'"
+                    f"{path}: not found; {folder} is not an engine folder: name one that 'enginebay build "
+                    "EXPORTED ENGINE' has made"
                 ]
             ) from None
         except (OSError, UnicodeDecodeError) as error:

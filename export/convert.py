@@ -88,7 +88,11 @@ def _convert_pickles(source: Path, names: list[str], folder: Path) -> None:
             # weights_only refuses every pickle that does more than hold tensors.
             tensors = torch.load(source / name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises what the pickle makes it raise
-            raise CheckpointError(f"{source / name} cannot be loaded safely: {error}") from error
+            # torch's own words advise to load it unsafely.
+            raise CheckpointError(
+                f"{source / name} cannot be loaded safely: it holds more than tensors, or is damaged. Nothing "
+                "of it was run; convert it to safetensors where you trust it"
+            ) from error
         if not isinstance(tensors, dict) or not all(torch.is_tensor(value) for value in tensors.values()):
             raise CheckpointError(f"{source / name} is not a table of tensors")
         shard = f"model-{index + 1:05d}-of-{len(names):05d}.safetensors"
