@@ -90,8 +90,8 @@ def _convert_pickles(source: Path, names: list[str], folder: Path) -> None:
         except Exception as error:  # torch raises what the pickle makes it raise
             # torch's own words advise to load it unsafely.
             raise CheckpointError(
-                f"{source / name} cannot be loaded safely: it holds more than tensors, or is damaged. Nothing "
-                "of it was run; convert it to safetensors where you trust it"
+                f"{source / name} cannot be loaded safely: it holds more than tensors, or is "
+                "damaged. Nothing of it was run; convert it to safetensors where you trust it"
             ) from error
         if not isinstance(tensors, dict) or not all(torch.is_tensor(value) for value in tensors.values()):
             raise CheckpointError(f"{source / name} is not a table of tensors")

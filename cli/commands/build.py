@@ -150,6 +150,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.check_only:
         return 0
+    if looks:
+        text = config.calibration
+        say(f"calibrating on up to {text.sequences} sequences of {text.length} tokens: this may take minutes")
     report = build(args.exported, args.out, config, keep=args.keep)
     if report is not None and args.json:
         print_json(report.to_dict())
