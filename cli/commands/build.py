@@ -141,22 +141,23 @@ def run(args: argparse.Namespace) -> int:
         kv_cache=args.kv_cache,
         cache_ages=args.cache_ages,
     )
-    recipe, _, cache = choose(config)
-    looks = recipe.calibrated or config.bits is not None or bool(cache.calibrated.constants)
-    if args.calibrate is not None and not looks:
+    if not _looks_at_text(config) and args.calibrate is not None:
         raise BuildError(
             f"--calibrate {args.calibrate}: --quant {args.quant} with --kv-cache {args.kv_cache} looks at no "
             "text; leave it out, or choose a recipe that calibrates, such as int4-gptq"
         )
     if args.check_only:
         return 0
-    if looks:
-        text = config.calibration
-        say(f"calibrating on up to {text.sequences} sequences of {text.length} tokens: this may take minutes")
     report = build(args.exported, args.out, config, keep=args.keep)
     if report is not None and args.json:
         print_json(report.to_dict())
     return 0
+
+
+def _looks_at_text(config: BuildConfig) -> bool:
+    """Whether weights or cache are chosen by what a text does; errors as of `choose`."""
+    recipe, _, cache = choose(config)
+    return recipe.calibrated or config.bits is not None or bool(cache.calibrated.constants)
 
 
 def build(exported: Path, out: Path, config: BuildConfig, *, keep: bool = False) -> BuildReport | None:
@@ -164,6 +165,9 @@ def build(exported: Path, out: Path, config: BuildConfig, *, keep: bool = False)
     if keep and is_current(exported, out, config):
         say(f"kept {out}: it is this model's {config.quant} engine already")
         return None
+    if _looks_at_text(config):
+        text = config.calibration
+        say(f"calibrating on up to {text.sequences} sequences of {text.length} tokens: this may take minutes")
     with progress("build") as report_bytes:
         report = build_engine(exported, out, config, lambda done, total, _what: report_bytes(done, total))
     megabytes = report.manifest.weight_bytes / 1e6
